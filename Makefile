@@ -1,0 +1,36 @@
+PYTHON ?= python3
+# Extra arguments for pip, for example an index that has the CPU build of torch.
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: setup test test-slow lint format bench clean
+
+setup: $(READY)  ## virtual environment in .venv with everything the tests need
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+test: $(READY)  ## the test suite, on two cores, with coverage of ops and nn
+	$(BIN)/pytest -n 2 -m "not slow and not gpu" --cov --cov-report=term --cov-fail-under=95
+
+test-slow: $(READY)  ## everything that runs without a GPU
+	$(BIN)/pytest -n 2 -m "not gpu"
+
+lint: $(READY)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)  ## speed of attention on this CPU, next to stock softmax
+	$(BIN)/python benchmarks/cpu_attention.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

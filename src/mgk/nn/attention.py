@@ -1,0 +1,231 @@
+"""The attention layer: projections, a mixture of keys, its prior and its variance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from mgk.nn.keys import ProjectedKeys, ShiftedKeys
+from mgk.nn.prior import EMPrior, LearnedPrior, UniformPrior
+from mgk.nn.variance import FixedVariance, LearnedVariance
+from mgk.ops import mixture_attention, mixture_weights
+from mgk.ops.attention import BACKENDS
+from mgk.ops.validation import ASSIGNMENTS, SIMILARITIES, check_choice
+
+KEYS = ("projected", "shifted")
+PRIORS = ("learned", "uniform", "em")
+
+
+class MixtureAttention(nn.Module):
+    """Multi-head attention in which every position holds a mixture of M keys.
+
+    See :func:`mgk.mixture_attention` for the formula and :func:`mgk.build_attention` for the paper's variants by name.
+
+    Args:
+        embed_dim: width of the input and of the output.
+        num_heads: query heads.
+        head_dim: width of one head; ``None`` is ``embed_dim / num_heads``. Give it to change the heads alone: the paper
+            halves the heads at a fixed head dimension, which makes the layer narrower.
+        num_components: keys per position, M.
+        keys: ``"projected"`` (``k_jr = W_r x_j``) or ``"shifted"`` (``k_jr = W x_j + b_r``).
+        similarity: ``"gaussian"`` or ``"dot"``.
+        assignment: ``"soft"``, or ``"hard"``: the best component answers alone, and there is no prior.
+        prior: ``"learned"``, ``"uniform"``, or ``"em"`` (see :func:`mgk.update_priors`), per key/value head.
+        learn_variance: learn a variance per key/value head and component.
+        variance_scale: variance over ``sqrt(head_dim)``, one number or one per component.
+        shift_init_std: standard deviation of the initial shifts.
+        num_kv_heads: key/value heads, a divisor of ``num_heads``: 1 is multi-query, ``None`` is ``num_heads``. Shifts,
+            priors and variances belong to the keys, so there is one set for each of these heads.
+        qk_norm: normalise the query and every component's key (RMS, learned gain) before the similarity. Shifted keys
+            are normalised after the shift, which gives up their saving: M keys enter the attention instead of one.
+        feature_map: reserved for linear attention; ``None`` in this version.
+        bias: biases in the four projections.
+        dropout: dropout on the attention weights, in training only.
+        is_causal: whether position i may see only positions up to i.
+        backend: see :func:`mgk.mixture_attention`.
+        prior_momentum: for ``prior="em"``, how much of the old prior an update keeps.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        head_dim: int | None = None,
+        num_components: int = 2,
+        keys: str = "projected",
+        similarity: str = "gaussian",
+        assignment: str = "soft",
+        prior: str = "learned",
+        learn_variance: bool = False,
+        variance_scale: float | Sequence[float] = 1.0,
+        shift_init_std: float = 1.0,
+        num_kv_heads: int | None = None,
+        qk_norm: bool = False,
+        feature_map: None = None,
+        bias: bool = True,
+        dropout: float = 0.0,
+        is_causal: bool = False,
+        backend: str = "auto",
+        prior_momentum: float = 0.0,
+    ) -> None:
+        super().__init__()
+        check_choice("keys", keys, KEYS)
+        check_choice("similarity", similarity, SIMILARITIES)
+        check_choice("assignment", assignment, ASSIGNMENTS)
+        check_choice("prior", prior, PRIORS)
+        check_choice("backend", backend, BACKENDS)
+        if feature_map is not None:
+            raise ValueError(
+                f"feature_map must be None, since this version has no linear attention, got {feature_map!r}"
+            )
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        counts = {
+            "embed_dim": embed_dim,
+            "num_heads": num_heads,
+            "num_components": num_components,
+            "num_kv_heads": num_kv_heads,
+        }
+        for name, count in counts.items():
+            if count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+        if head_dim is None:
+            if embed_dim % num_heads != 0:
+                raise ValueError(
+                    f"embed_dim must be a multiple of num_heads, or head_dim given, got {embed_dim} and {num_heads}"
+                )
+            head_dim = embed_dim // num_heads
+        if head_dim < 1:
+            raise ValueError(f"head_dim must be at least 1, got {head_dim}")
+        if num_heads % num_kv_heads != 0:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
+
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.num_components = num_components
+        self.num_kv_heads = num_kv_heads
+        self.similarity = similarity
+        self.assignment = assignment
+        self.dropout = dropout
+        self.is_causal = is_causal
+        self.backend = backend
+
+        self.keys: ProjectedKeys | ShiftedKeys
+        if keys == "projected":
+            self.keys = ProjectedKeys(num_kv_heads, head_dim, num_components)
+        else:
+            self.keys = ShiftedKeys(num_kv_heads, head_dim, num_components, shift_init_std)
+        self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(embed_dim, self.keys.width, bias=bias)
+        self.v_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias=bias)
+        self.out_proj = nn.Linear(num_heads * head_dim, embed_dim, bias=bias)
+        self.q_norm = nn.RMSNorm(head_dim) if qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim) if qk_norm else None
+
+        self.prior: UniformPrior | LearnedPrior | EMPrior
+        # One component, or the best component alone, has no use for a prior.
+        if prior == "uniform" or num_components == 1 or assignment == "hard":
+            self.prior = UniformPrior()
+        elif prior == "learned":
+            self.prior = LearnedPrior(num_kv_heads, num_components)
+        else:
+            self.prior = EMPrior(num_kv_heads, num_components, prior_momentum)
+        self.variance: FixedVariance | LearnedVariance
+        if learn_variance:
+            self.variance = LearnedVariance(num_kv_heads, head_dim, num_components, variance_scale)
+        else:
+            self.variance = FixedVariance(head_dim, num_components, variance_scale)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: ``[B, Nq, embed_dim]``.
+            key: ``[B, Nk, embed_dim]``; ``None`` is self-attention.
+            value: ``[B, Nk, embed_dim]``; ``None`` is ``key``.
+            key_mask: bool ``[B, Nk]``, True = attend.
+            query_mask: bool ``[B, Nq]``, False = padded query.
+            attn_mask: bool, broadcastable to ``[B, H, Nq, Nk]``, True = attend.
+            is_causal: for this call only, instead of the layer's own setting.
+
+        Returns:
+            ``[B, Nq, embed_dim]``.
+        """
+        is_causal = self.is_causal if is_causal is None else is_causal
+        is_self_attention = key is None
+        key = query if key is None else key
+        value = key if value is None else value
+        q, k, shift = self._project(query, key)
+        v = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
+        log_prior, variance = self.prior(), self.variance()
+        out = mixture_attention(
+            q, k, v, shift=shift, log_prior=log_prior, variance=variance, similarity=self.similarity,
+            assignment=self.assignment, is_causal=is_causal, key_mask=key_mask, query_mask=query_mask,
+            attn_mask=attn_mask, dropout_p=self.dropout if self.training else 0.0, backend=self.backend,
+        )  # fmt: skip
+        if isinstance(self.prior, EMPrior):
+            if query_mask is None and is_self_attention:
+                # A padded token is no valid query either; its output is left alone, but it is not counted.
+                query_mask = key_mask
+            out = self.prior.gather(
+                out, q, k, shift=shift, log_prior=log_prior, variance=variance, similarity=self.similarity,
+                is_causal=is_causal, key_mask=key_mask, query_mask=query_mask, attn_mask=attn_mask,
+            )  # fmt: skip
+        projected: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))
+        return projected
+
+    def attention_weights(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """The weights that :meth:`forward` would use without dropout, ``[B, H, Nq, Nk]``, materialised for analysis."""
+        q, k, shift = self._project(query, query if key is None else key)
+        return mixture_weights(
+            q, k, shift=shift, log_prior=self.prior(), variance=self.variance(), similarity=self.similarity,
+            assignment=self.assignment, is_causal=self.is_causal if is_causal is None else is_causal,
+            key_mask=key_mask, query_mask=query_mask, attn_mask=attn_mask,
+        )  # fmt: skip
+
+    def _project(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Queries ``[B, H, Nq, D]``, keys as the attention takes them, and shifts if they are still to be added."""
+        for name, tensor in (("query", query), ("key", key)):
+            if tensor.ndim != 3 or tensor.shape[-1] != self.embed_dim:
+                raise ValueError(f"{name} must have shape [B, N, {self.embed_dim}], got {list(tensor.shape)}")
+        q = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        k, shift = self.keys(self.k_proj(key)), self.keys.shift
+        if self.q_norm is not None and self.k_norm is not None:
+            if shift is not None:
+                k, shift = k[:, :, None] + shift.to(k.dtype)[:, :, None, :], None
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, shift
+
+    def extra_repr(self) -> str:
+        parts = [f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, head_dim={self.head_dim}"]
+        if self.num_kv_heads != self.num_heads:
+            parts.append(f"num_kv_heads={self.num_kv_heads}")
+        parts.append(f"similarity={self.similarity!r}, assignment={self.assignment!r}")
+        if self.dropout:
+            parts.append(f"dropout={self.dropout}")
+        if self.is_causal:
+            parts.append("is_causal=True")
+        return ", ".join(parts)

@@ -1,0 +1,62 @@
+"""The two ways to give every position M keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class ProjectedKeys(nn.Module):
+    """``k_jr = W_r x_j``: each component has a projection of its own (MGK). Holds no parameters itself.
+
+    Turns the output of the key projection, ``[B, N, width]``, into ``[B, Hkv, M, N, D]``.
+    """
+
+    shift = None
+
+    def __init__(self, num_kv_heads: int, head_dim: int, num_components: int) -> None:
+        super().__init__()
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.num_components = num_components
+        self.width = num_kv_heads * num_components * head_dim
+
+    def forward(self, projected: Tensor) -> Tensor:
+        key = projected.unflatten(-1, (self.num_kv_heads, self.num_components, self.head_dim))
+        return key.permute(0, 2, 3, 1, 4)
+
+    def extra_repr(self) -> str:
+        return f"num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, num_components={self.num_components}"
+
+
+class ShiftedKeys(nn.Module):
+    """``k_jr = W x_j + b_r``: the components are shifts of one key (sMGK). Holds the shifts ``[Hkv, M, D]``.
+
+    Turns the output of the key projection, ``[B, N, width]``, into ``[B, Hkv, N, D]``; the shifts are added inside the
+    attention, which is what makes them nearly free.
+    """
+
+    def __init__(self, num_kv_heads: int, head_dim: int, num_components: int, init_std: float = 1.0) -> None:
+        super().__init__()
+        if not init_std >= 0.0:
+            raise ValueError(f"init_std must not be negative, got {init_std}")
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.num_components = num_components
+        self.init_std = init_std
+        self.width = num_kv_heads * head_dim
+        self.shift = nn.Parameter(torch.empty(num_kv_heads, num_components, head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        # Equal components would receive equal gradients for ever: they must start apart.
+        nn.init.normal_(self.shift, std=self.init_std)
+
+    def forward(self, projected: Tensor) -> Tensor:
+        return projected.unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
+            f"num_components={self.num_components}, init_std={self.init_std}"
+        )

@@ -1,0 +1,155 @@
+"""Priors over the components of a mixture: uniform, learned by gradient, or set by the M-step of EM."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mgk.ops import mixture_responsibilities
+
+
+class UniformPrior(nn.Module):
+    """Every component counts the same."""
+
+    def forward(self) -> None:
+        return None
+
+
+class LearnedPrior(nn.Module):
+    """``prior = softmax(logits)``, one distribution per key/value head, starting uniform."""
+
+    def __init__(self, num_kv_heads: int, num_components: int) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.empty(num_kv_heads, num_components))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.logits)
+
+    def forward(self) -> Tensor:
+        """Log-probabilities ``[Hkv, M]``."""
+        return self.logits.log_softmax(dim=-1, dtype=_at_least_float32(self.logits))
+
+    def extra_repr(self) -> str:
+        return f"num_kv_heads={self.logits.shape[0]}, num_components={self.logits.shape[1]}"
+
+
+class EMPrior(nn.Module):
+    """The prior of the M-step: the mean responsibility of each component over all valid pairs (i, j).
+
+    Backward passes gather the responsibilities; :meth:`update` (or :func:`mgk.update_priors` for a whole model), called
+    once after each optimiser step, turns what has been gathered into the new prior. Evaluation changes nothing.
+
+    The sums are gathered as the gradient of a leaf tensor. That is what makes them right without further care: autograd
+    adds them up over micro-batches, runs once under activation checkpointing, and works inside ``torch.compile``.
+
+    Args:
+        momentum: how much of the old prior is kept at an update; 0 overwrites it, as the paper does.
+    """
+
+    FLOOR = 1e-6
+    """No prior falls below this: a component at zero could never come back."""
+
+    log_prior: Tensor
+
+    def __init__(self, num_kv_heads: int, num_components: int, momentum: float = 0.0) -> None:
+        super().__init__()
+        if not 0.0 <= momentum < 1.0:
+            raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
+        self.momentum = momentum
+        self.register_buffer("log_prior", torch.empty(num_kv_heads, num_components))
+        self.reset_parameters()
+        self._make_probe()
+
+    def reset_parameters(self) -> None:
+        self.log_prior.fill_(-math.log(self.log_prior.shape[1]))
+
+    def forward(self) -> Tensor:
+        """Log-probabilities ``[Hkv, M]``. A copy, since :meth:`update` may write before a backward pass reads it."""
+        return self.log_prior.clone()
+
+    def gather(self, out: Tensor, query: Tensor, key: Tensor, **options: Any) -> Tensor:
+        """Return ``out``; when its gradient passes, add up the responsibilities of this attention call.
+
+        ``options`` are those of :func:`mgk.mixture_responsibilities`.
+        """
+        if not (self.training and torch.is_grad_enabled() and out.requires_grad):
+            return out
+        tensors = {name: option for name, option in options.items() if isinstance(option, Tensor)}
+        settings = {name: option for name, option in options.items() if not isinstance(option, Tensor)}
+        return _GatherResponsibilities.apply(out, self._probe, query, key, tuple(tensors), settings, *tensors.values())  # type: ignore[no-any-return]
+
+    def gathered(self) -> Tensor:
+        """Sum of responsibilities since the last update, ``[Hkv, M]``."""
+        return torch.zeros_like(self._probe) if self._probe.grad is None else self._probe.grad
+
+    @torch.no_grad()
+    def update(self, sums: Tensor | None = None) -> None:
+        """The M-step. Heads that have seen no pair keep their prior."""
+        sums = self.gathered() if sums is None else sums
+        pairs = sums.sum(dim=-1, keepdim=True)
+        mean = sums / pairs.masked_fill(pairs == 0, 1.0)
+        new = self.momentum * self.log_prior.exp() + (1.0 - self.momentum) * mean
+        new = new.clamp(min=self.FLOOR)
+        new = new / new.sum(dim=-1, keepdim=True)
+        self.log_prior.copy_(torch.where(pairs == 0, self.log_prior, new.log()))
+        self._probe.grad = None
+
+    def _make_probe(self) -> None:
+        self._probe = torch.zeros(self.log_prior.shape, device=self.log_prior.device, requires_grad=True)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EMPrior:
+        super()._apply(fn, recurse)
+        if self._probe.device != self.log_prior.device:
+            self._make_probe()
+        return self
+
+    def extra_repr(self) -> str:
+        heads, components = self.log_prior.shape
+        return f"num_kv_heads={heads}, num_components={components}, momentum={self.momentum}"
+
+
+class _GatherResponsibilities(torch.autograd.Function):
+    """The identity on ``out``, whose backward gives ``probe`` the responsibilities as its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: Tensor, probe: Tensor, query: Tensor, key: Tensor, names: tuple[str, ...],
+        settings: dict[str, Any], *tensors: Tensor,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(query, key, *tensors)
+        ctx.names, ctx.settings = names, settings
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        query, key, *tensors = ctx.saved_tensors
+        options = dict(zip(ctx.names, tensors, strict=True))
+        sums = mixture_responsibilities(query.float(), key.float(), reduction="sum", **options, **ctx.settings)
+        return (grads[0], sums, None, None, None, None, *[None] * len(tensors))
+
+
+def update_priors(model: nn.Module) -> None:
+    """The M-step for every ``prior="em"`` in ``model``: call it once after each optimiser step.
+
+    Under ``torch.distributed`` the sums of all ranks are added up first, in one message, so that the ranks agree.
+    """
+    priors = [module for module in model.modules() if isinstance(module, EMPrior)]
+    if not priors:
+        return
+    sums = [prior.gathered() for prior in priors]
+    if dist.is_available() and dist.is_initialized():
+        message = torch.cat([s.flatten() for s in sums])
+        dist.all_reduce(message)
+        sums = [part.view_as(s) for part, s in zip(message.split([s.numel() for s in sums]), sums, strict=True)]
+    for prior, total in zip(priors, sums, strict=True):
+        prior.update(total)
+
+
+def _at_least_float32(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

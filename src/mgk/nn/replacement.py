@@ -1,0 +1,163 @@
+"""Mixture attention in the place of ``nn.MultiheadAttention``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mgk.nn.attention import MixtureAttention
+from mgk.nn.presets import build_attention
+from mgk.ops.validation import may_inspect_values
+
+
+class MultiheadMixtureAttention(nn.Module):
+    """A :class:`MixtureAttention` that is called like ``nn.MultiheadAttention``.
+
+    It takes that module's masks (bool with True = *ignore*, or float with 0 and -inf) and its layouts (batch first,
+    sequence first, no batch), and returns its pair of output and weights.
+    """
+
+    # torch's transformer layers have an evaluation fast path that reads the projections of the attention they hold and
+    # never calls it. They take it only if these say that there is one packed projection.
+    _qkv_same_embed_dim = False
+    in_proj_weight = None
+    in_proj_bias = None
+
+    def __init__(self, attention: MixtureAttention, *, batch_first: bool = False) -> None:
+        super().__init__()
+        self.attention = attention
+        self.batch_first = batch_first
+
+    @property
+    def embed_dim(self) -> int:
+        return self.attention.embed_dim
+
+    @property
+    def num_heads(self) -> int:
+        return self.attention.num_heads
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        if query.is_nested or key.is_nested or value.is_nested:
+            raise ValueError("query, key and value must be plain tensors with a key_padding_mask, got a nested tensor")
+        unbatched = query.ndim == 2
+        is_self_attention = query is key and key is value
+        if unbatched:
+            query, key, value = (x.unsqueeze(0) for x in (query, key, value))
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+
+        key_mask = _keep("key_padding_mask", key_padding_mask)
+        if is_causal and attn_mask is None:
+            raise ValueError("attn_mask must be given when is_causal is True, as in nn.MultiheadAttention, got None")
+        # The hint promises that the mask is the causal one; for a square mask that is also our causality.
+        is_causal = is_causal and query.shape[1] == key.shape[1]
+        pair_mask = None if is_causal else _keep("attn_mask", attn_mask)
+        if pair_mask is not None and pair_mask.ndim == 3:
+            if pair_mask.shape[0] != query.shape[0] * self.num_heads:
+                raise ValueError(
+                    f"attn_mask must have shape [Nq, Nk] or [B * H, Nq, Nk] with {self.num_heads} heads, "
+                    f"got {list(pair_mask.shape)}"
+                )
+            pair_mask = pair_mask.unflatten(0, (query.shape[0], self.num_heads))
+
+        masks: dict[str, Any] = {"key_mask": key_mask, "attn_mask": pair_mask, "is_causal": is_causal or None}
+        inputs = (query,) if is_self_attention else (query, key, value)
+        out = self.attention(*inputs, **masks)
+        weight = None
+        if need_weights:
+            weight = self.attention.attention_weights(query, key, **masks)
+            weight = weight.mean(dim=1) if average_attn_weights else weight
+        if unbatched:
+            return out.squeeze(0), None if weight is None else weight.squeeze(0)
+        return out if self.batch_first else out.transpose(0, 1), weight
+
+    def extra_repr(self) -> str:
+        return f"batch_first={self.batch_first}"
+
+
+def replace_attention(
+    model: nn.Module, name: str, *, num_heads: int | None = None, head_dim: int | None = None, **options: Any
+) -> nn.Module:
+    """Swap every ``nn.MultiheadAttention`` in ``model`` for mixture attention, in place, and return the model.
+
+    Args:
+        model: any module, such as ``nn.TransformerEncoder``, ``nn.TransformerDecoder`` or ``nn.Transformer``.
+        name: a preset of :func:`build_attention`.
+        num_heads: heads of the new attention; ``None`` keeps the number.
+        head_dim: width of one head; ``None`` keeps the old head dimension, so that fewer heads make a narrower layer.
+        options: any further argument of :class:`MixtureAttention`. Dropout and biases are kept unless given.
+
+    A projection whose shape does not change keeps its weights; the others start fresh. Preset ``"softmax"`` at the same
+    width therefore computes what was there before.
+    """
+    found = False
+    for parent in list(model.modules()):
+        for child_name, child in list(parent.named_children()):
+            if isinstance(child, nn.MultiheadAttention):
+                setattr(parent, child_name, _replacement(child, name, num_heads, head_dim, options))
+                found = True
+    if not found:
+        raise ValueError(f"model must hold at least one nn.MultiheadAttention, got {type(model).__name__} without any")
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            # Decided when the encoder was built, from the attention it had then.
+            module.enable_nested_tensor = False
+            module.use_nested_tensor = False
+    return model
+
+
+def _replacement(
+    old: nn.MultiheadAttention, name: str, num_heads: int | None, head_dim: int | None, options: dict[str, Any]
+) -> MultiheadMixtureAttention:
+    if not old._qkv_same_embed_dim:
+        raise ValueError(
+            "nn.MultiheadAttention with kdim or vdim cannot be replaced, got one whose inputs differ in width"
+        )
+    if old.bias_k is not None or old.add_zero_attn:
+        raise ValueError("nn.MultiheadAttention must not use add_bias_kv or add_zero_attn, got one that does")
+    settings = {"bias": old.in_proj_bias is not None, "dropout": old.dropout, **options}
+    new = build_attention(
+        name, old.embed_dim, num_heads or old.num_heads, head_dim=head_dim or old.head_dim, **settings
+    )
+    new.to(device=old.out_proj.weight.device, dtype=old.out_proj.weight.dtype)
+    new.train(old.training)
+
+    old_state = {"out_proj.weight": old.out_proj.weight, "out_proj.bias": old.out_proj.bias}
+    for packed_name, packed in (("weight", old.in_proj_weight), ("bias", old.in_proj_bias)):
+        parts = (None,) * 3 if packed is None else packed.chunk(3)
+        for projection, part in zip(("q_proj", "k_proj", "v_proj"), parts, strict=True):
+            old_state[f"{projection}.{packed_name}"] = part
+    with torch.no_grad():
+        for parameter_name, parameter in new.named_parameters():
+            before = old_state.get(parameter_name)
+            if before is not None and before.shape == parameter.shape:
+                parameter.copy_(before)
+    return MultiheadMixtureAttention(new, batch_first=old.batch_first)
+
+
+def _keep(name: str, mask: Tensor | None) -> Tensor | None:
+    """torch's mask (bool: True = ignore; float: added to the logits) as a keep-mask."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        return ~mask
+    if not mask.is_floating_point():
+        raise TypeError(f"{name} must be bool or float, got {mask.dtype}")
+    kept = mask == 0
+    if may_inspect_values(mask) and not bool((kept | (mask == -math.inf)).all()):
+        raise ValueError(f"{name} must hold only 0 and -inf, got other numbers: mixture attention has no additive bias")
+    return kept

@@ -1,0 +1,63 @@
+"""Variances of the Gaussian components."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def initial_variances(head_dim: int, num_components: int, scale: float | Sequence[float]) -> list[float]:
+    """``scale * sqrt(D)`` for each component; one scale serves all."""
+    scales = [float(scale)] * num_components if isinstance(scale, (int, float)) else [float(s) for s in scale]
+    if len(scales) != num_components:
+        raise ValueError(f"variance_scale must be one number or {num_components}, one per component, got {len(scales)}")
+    if not all(0.0 < s < math.inf for s in scales):
+        raise ValueError(f"variance_scale must be positive and finite, got {scale}")
+    return [s * math.sqrt(head_dim) for s in scales]
+
+
+class FixedVariance(nn.Module):
+    """Constant variances. One number where all components agree: then the attention needs no term in ``|q|^2``."""
+
+    per_component: Tensor | None
+
+    def __init__(self, head_dim: int, num_components: int, scale: float | Sequence[float] = 1.0) -> None:
+        super().__init__()
+        self.values = initial_variances(head_dim, num_components, scale)
+        equal = len(set(self.values)) == 1
+        self.register_buffer("per_component", None if equal else torch.tensor(self.values), persistent=False)
+
+    def forward(self) -> float | Tensor:
+        return self.values[0] if self.per_component is None else self.per_component
+
+    def reset_parameters(self) -> None:
+        if self.per_component is not None:
+            self.per_component.copy_(torch.tensor(self.values))
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{value:g}" for value in self.values)
+
+
+class LearnedVariance(nn.Module):
+    """A learned variance per key/value head and component, ``[Hkv, M]``, positive because its logarithm is learned."""
+
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, num_components: int, scale: float | Sequence[float] = 1.0
+    ) -> None:
+        super().__init__()
+        self.initial = initial_variances(head_dim, num_components, scale)
+        self.log_variance = nn.Parameter(torch.empty(num_kv_heads, num_components))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.log_variance.copy_(torch.tensor(self.initial).log().expand_as(self.log_variance))
+
+    def forward(self) -> Tensor:
+        return self.log_variance.float().exp() if self.log_variance.dtype != torch.float64 else self.log_variance.exp()
+
+    def extra_repr(self) -> str:
+        return f"initial=({', '.join(f'{value:g}' for value in self.initial)})"

@@ -1,0 +1,12 @@
+"""Pure functions on tensors."""
+
+from mgk.ops.attention import mixture_attention, mixture_log_density, mixture_responsibilities, mixture_weights
+from mgk.ops.validation import debug_checks
+
+__all__ = [
+    "debug_checks",
+    "mixture_attention",
+    "mixture_log_density",
+    "mixture_responsibilities",
+    "mixture_weights",
+]

@@ -1,0 +1,262 @@
+"""Attention with a mixture of keys: the public functions, their documentation, and the choice of backend."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mgk.ops import chunked, reference, sdpa
+from mgk.ops.autograd import first_order_only, with_zero_gradients
+from mgk.ops.problem import MixtureProblem
+from mgk.ops.validation import check_choice, make_problem
+
+BACKENDS = ("auto", "reference", "chunked", "sdpa", "triton")
+STATISTICS_BACKENDS = ("auto", "reference", "chunked")
+
+
+def mixture_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    shift: Tensor | None = None,
+    log_prior: Tensor | None = None,
+    variance: float | Tensor | None = None,
+    similarity: str = "gaussian",
+    assignment: str = "soft",
+    is_causal: bool = False,
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    backend: str = "auto",
+) -> Tensor:
+    r"""Attention in which each position holds a mixture of M keys.
+
+    For query i, key position j and component r::
+
+        logit[i,j,r] = log_prior[r] + similarity(q_i, k_jr; variance[r])
+          gaussian:   -|q_i - k_jr|^2 / (2 variance[r])
+          dot:         q_i . k_jr / variance[r]
+        weight[i,j]  = softmax over j of ( soft: logsumexp_r logit    hard: max_r similarity )
+        out[i]       = sum_j weight[i,j] v_j
+
+    Args:
+        query: ``[B, H, Nq, D]``.
+        key: ``[B, Hkv, M, Nk, D]``, or ``[B, Hkv, Nk, D]`` for one component or shifted keys. ``H`` is a multiple of
+            ``Hkv``: ``H / Hkv`` neighbouring query heads share a key/value head (multi-query, grouped-query).
+        value: ``[B, Hkv, Nk, Dv]``.
+        shift: ``[Hkv, M, D]``: the key of component r at position j is ``key_j + shift_r``.
+        log_prior: ``[M]``, ``[Hkv, M]`` or ``[Hkv, M, Nk]``. ``None`` is uniform. It need not be normalised, and -inf
+            switches a component off.
+        variance: a number, ``[M]`` or ``[Hkv, M]``. ``None`` is ``sqrt(D)``. A number tells the fast backends that all
+            components share it.
+        similarity: ``"gaussian"`` or ``"dot"``.
+        assignment: ``"soft"``, or ``"hard"``: the best component answers alone; the prior is ignored and gets a
+            gradient of zero; components that tie share the gradient evenly.
+        is_causal: query i sees the keys up to ``i + Nk - Nq`` (aligned bottom-right).
+        key_mask: bool ``[B, Nk]``, True = attend.
+        query_mask: bool ``[B, Nq]``, False = padded query, whose output is 0.
+        attn_mask: bool, broadcastable to ``[B, H, Nq, Nk]``, True = attend.
+        dropout_p: probability of dropping the normalised weight of a pair (i, j).
+        backend: ``"auto"`` picks the fastest that serves the call. ``"reference"`` materialises and reads like the
+            equations, ``"chunked"`` does everything in linear memory, ``"sdpa"`` runs on the stock fused kernels.
+
+    Returns:
+        ``[B, H, Nq, Dv]`` in the dtype of ``query``. A row that sees no key is 0, and so is its gradient.
+    """
+    check_choice("backend", backend, BACKENDS)
+    problem = make_problem(
+        query, key, value, shift=shift, log_prior=log_prior, variance=variance, similarity=similarity,
+        assignment=assignment, is_causal=is_causal, key_mask=key_mask, query_mask=query_mask, attn_mask=attn_mask,
+        dropout_p=dropout_p,
+    )  # fmt: skip
+    backend = _choose_backend(problem, backend)
+    variance_tensor = problem.variance if isinstance(problem.variance, Tensor) else None
+    parameters = (problem.shift, problem.log_prior, variance_tensor)
+
+    if problem.is_empty:
+        out = problem.query.new_zeros(*problem.query.shape[:3], problem.value.shape[-1])
+        return with_zero_gradients(out, problem.query, problem.key, problem.value, *parameters)
+    if backend != "reference":
+        problem = problem._replace(
+            query=first_order_only(problem.query),
+            key=first_order_only(problem.key),
+            value=first_order_only(problem.value),
+        )
+    with torch.autocast(problem.query.device.type, enabled=False):
+        out = _ATTENTION[backend](problem)
+    if problem.query_mask is not None:
+        out = out.masked_fill(~problem.query_mask[:, None, :, None], 0.0)
+    return with_zero_gradients(out, *parameters)
+
+
+def mixture_weights(
+    query: Tensor,
+    key: Tensor,
+    *,
+    shift: Tensor | None = None,
+    log_prior: Tensor | None = None,
+    variance: float | Tensor | None = None,
+    similarity: str = "gaussian",
+    assignment: str = "soft",
+    is_causal: bool = False,
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+) -> Tensor:
+    """The attention matrix ``weight[i,j]`` of :func:`mixture_attention`, ``[B, H, Nq, Nk]``, materialised for analysis.
+
+    Each row sums to 1, or is 0 where the query sees no key.
+    """
+    problem = make_problem(
+        query, key, None, shift=shift, log_prior=log_prior, variance=variance, similarity=similarity,
+        assignment=assignment, is_causal=is_causal, key_mask=key_mask, query_mask=query_mask, attn_mask=attn_mask,
+    )  # fmt: skip
+    batch, heads, num_queries, _ = problem.query.shape
+    if 0 in (batch, heads, num_queries, problem.key.shape[3]):
+        return problem.query.new_zeros(batch, heads, num_queries, problem.key.shape[3])
+    with torch.autocast(problem.query.device.type, enabled=False):
+        weight = reference.weights(problem).to(problem.query.dtype)
+    if problem.query_mask is not None:
+        weight = weight.masked_fill(~problem.query_mask[:, None, :, None], 0.0)
+    return weight
+
+
+def mixture_log_density(
+    query: Tensor,
+    key: Tensor,
+    *,
+    shift: Tensor | None = None,
+    log_prior: Tensor | None = None,
+    variance: float | Tensor | None = None,
+    similarity: str = "gaussian",
+    is_causal: bool = False,
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    normalized: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """How likely each query is under the mixture that its visible keys span, ``[B, H, Nq]``, differentiable.
+
+    ::
+
+        log (1/n_i) sum_j sum_r prior[r] exp(similarity(q_i, k_jr))        n_i = number of keys that query i sees
+
+    Its negative mean is the paper's NLL. ``normalized=True`` keeps the constants ``(2 pi variance[r])^(-D/2)`` of the
+    Gaussian densities, which attention drops. A query that sees no key, or is padding, has -inf. Memory is linear in
+    the sequence length.
+    """
+    check_choice("backend", backend, STATISTICS_BACKENDS)
+    if normalized and similarity == "dot":
+        raise ValueError("normalized=True needs similarity='gaussian', got 'dot': a dot product is no density")
+    problem = make_problem(
+        query, key, None, shift=shift, log_prior=log_prior, variance=variance, similarity=similarity,
+        assignment="soft", is_causal=is_causal, key_mask=key_mask, query_mask=query_mask, attn_mask=attn_mask,
+    )  # fmt: skip
+    if 0 in problem.query.shape or problem.key.shape[3] == 0:
+        return torch.full(problem.query.shape[:3], -math.inf, dtype=problem.compute_dtype, device=problem.query.device)
+    components = problem.num_components
+    prior = problem.log_prior
+    if prior is None:
+        shape = (problem.key.shape[1], components, 1)
+        prior = torch.full(shape, -math.log(components), dtype=problem.compute_dtype, device=problem.query.device)
+    if normalized:
+        half_dim = 0.5 * problem.query.shape[-1]
+        if isinstance(problem.variance, Tensor):
+            prior = prior - half_dim * (2 * math.pi * problem.variance.to(prior.dtype)).log()[:, :, None]
+        else:
+            prior = prior - half_dim * math.log(2 * math.pi * problem.variance)
+    problem = problem._replace(log_prior=prior)
+    implementation = reference if backend == "reference" else chunked
+    if implementation is chunked:
+        problem = problem._replace(query=first_order_only(problem.query), key=first_order_only(problem.key))
+    with torch.autocast(problem.query.device.type, enabled=False):
+        density = implementation.log_normaliser(problem)
+    density = density - _count_visible_keys(problem).to(density.dtype).clamp(min=1).log()
+    if problem.query_mask is not None:
+        density = density.masked_fill(~problem.query_mask[:, None], -math.inf)
+    return density
+
+
+def mixture_responsibilities(
+    query: Tensor,
+    key: Tensor,
+    *,
+    shift: Tensor | None = None,
+    log_prior: Tensor | None = None,
+    variance: float | Tensor | None = None,
+    similarity: str = "gaussian",
+    is_causal: bool = False,
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    reduction: str = "mean",
+    backend: str = "auto",
+) -> Tensor:
+    """Mean posterior of each component over all visible pairs (i, j), ``[Hkv, M]``: the E-step. Not differentiable.
+
+    ::
+
+        p(r | i, j) = prior[r] exp(similarity(q_i, k_jr)) / sum_s prior[s] exp(similarity(q_i, k_js))
+
+    ``reduction="sum"`` gives the sum over pairs instead, which adds up over batches and devices; divided by its own
+    sum over components it is the mean. Without any visible pair the result is 0. Memory is linear in the length.
+    """
+    check_choice("backend", backend, STATISTICS_BACKENDS)
+    check_choice("reduction", reduction, ("mean", "sum"))
+    problem = make_problem(
+        query, key, None, shift=shift, log_prior=log_prior, variance=variance, similarity=similarity,
+        assignment="soft", is_causal=is_causal, key_mask=key_mask, query_mask=query_mask, attn_mask=attn_mask,
+    )  # fmt: skip
+    if 0 in problem.query.shape or problem.key.shape[3] == 0:
+        return torch.zeros(
+            problem.key.shape[1], problem.num_components, dtype=problem.compute_dtype, device=problem.query.device
+        )
+    implementation = reference if backend == "reference" else chunked
+    with torch.no_grad(), torch.autocast(problem.query.device.type, enabled=False):
+        sums = implementation.responsibility_sums(problem)
+        if reduction == "sum":
+            return sums
+        pairs = sums.sum(dim=1, keepdim=True)
+        return sums / pairs.masked_fill(pairs == 0, 1.0)
+
+
+_ATTENTION = {"reference": reference.attention, "chunked": chunked.attention, "sdpa": sdpa.attention}
+
+
+def _choose_backend(problem: MixtureProblem, backend: str) -> str:
+    if backend == "triton":
+        raise ValueError("backend='triton' is not part of this version: use 'auto', 'sdpa', 'chunked' or 'reference'")
+    reason = sdpa.unsupported(problem)
+    if backend == "sdpa" and reason is not None:
+        raise ValueError(f"backend='sdpa' cannot do {reason}: use 'auto', 'chunked' or 'reference'")
+    if backend != "auto":
+        return backend
+    device_type = problem.query.device.type
+    # Where the stock kernels would fall back to materialising every pair, blocks are the better choice.
+    materialises = problem.dropout_p > 0 if device_type == "cpu" else problem.query.dtype == torch.float64
+    return "chunked" if reason is not None or materialises else "sdpa"
+
+
+def _count_visible_keys(problem: MixtureProblem) -> Tensor:
+    """How many keys each query sees, broadcastable to ``[B, H, Nq]``."""
+    num_queries, num_keys = problem.query.shape[2], problem.key.shape[3]
+    device = problem.query.device
+    if problem.attn_mask is not None:
+        visible = problem.attn_mask
+        if problem.is_causal:
+            pairs = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+            visible = visible & pairs.tril(problem.causal_offset)
+        if problem.key_mask is not None:
+            visible = visible & problem.key_mask[:, None, None, :]
+        return visible.sum(dim=-1)
+    valid = torch.ones(1, num_keys, dtype=torch.bool, device=device) if problem.key_mask is None else problem.key_mask
+    if not problem.is_causal:
+        return valid.sum(dim=-1)[:, None, None]
+    up_to = torch.nn.functional.pad(valid.cumsum(dim=-1), (1, 0))
+    seen = (torch.arange(num_queries, device=device) + problem.causal_offset + 1).clamp(min=0)
+    return up_to[:, None, seen]

@@ -1,0 +1,59 @@
+"""Two identities that only autograd sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+
+class _ZeroGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in inputs]
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, ...]:
+        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.shapes)
+        return (grads[0], *zeros)
+
+
+class _FirstOrderOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        return _RefuseSecondOrder.apply(grads[0])  # type: ignore[no-any-return]
+
+
+class _RefuseSecondOrder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        raise NotImplementedError("double backward needs backend='reference', got a backend with first gradients only")
+
+
+def with_zero_gradients(out: Tensor, *inputs: Tensor | None) -> Tensor:
+    """``out``, so connected that each input gets a gradient of zeros even where an identity drops it.
+
+    Data-parallel training waits for every parameter's gradient.
+    """
+    connected = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
+    if not connected or not torch.is_grad_enabled():
+        return out
+    return _ZeroGradients.apply(out, *connected)  # type: ignore[no-any-return]
+
+
+def first_order_only(tensor: Tensor) -> Tensor:
+    """``tensor``, whose gradient refuses to be differentiated again, and says why."""
+    if torch.compiler.is_compiling() or not tensor.requires_grad or not torch.is_grad_enabled():
+        return tensor
+    return _FirstOrderOnly.apply(tensor)  # type: ignore[no-any-return]

@@ -1,0 +1,288 @@
+"""Mixture attention in blocks of queries: plain torch, linear memory, every option, any device.
+
+The logits of one block exist at a time; backward computes them again from the saved row normalisers. Everything that
+is linear in the sequence (norms, priors, variances, shifts) stays outside, under autograd, and reaches the blocks as
+
+    logit[i,j,r] = q_i . k_jr + row[i,r] + column[j,r]
+
+The blocks are one custom operation each way, so ``torch.compile`` sees a single node, whatever the length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mgk.ops.problem import MixtureProblem
+
+# Logits of one block: 64 MiB in fp32, and never fewer rows than this.
+BLOCK_ELEMENTS = 2**24
+MINIMUM_ROWS = 16
+
+
+def attention(problem: MixtureProblem) -> Tensor:
+    """``[B, H, Nq, Dv]``"""
+    terms = _logit_terms(problem)
+    # The seed is drawn on the CPU: reading it there stalls no device, and activation checkpointing restores it.
+    seed = torch.randint(2**62, (1,), dtype=torch.int64, device="cpu") if problem.dropout_p > 0 else None
+    out, _ = _chunked_attention(
+        *terms, problem.value.to(terms.query.dtype), _grouped_mask(problem), seed,
+        problem.is_causal, problem.assignment == "hard", problem.dropout_p,
+    )  # fmt: skip
+    return out.flatten(1, 2).to(problem.query.dtype)
+
+
+def log_normaliser(problem: MixtureProblem) -> Tensor:
+    """``log sum_j sum_r prior[r] exp(similarity)``, ``[B, H, Nq]``, -inf for a row without a visible key."""
+    terms = _logit_terms(problem)
+    _, normaliser = _chunked_attention(
+        *terms,
+        problem.value[..., :0].to(terms.query.dtype),
+        _grouped_mask(problem),
+        None,
+        problem.is_causal,
+        False,
+        0.0,
+    )
+    if problem.similarity == "gaussian" and terms.row is None:
+        # With one variance the blocks leave out the term in |q|^2, which no softmax can see.
+        inverse_variance = problem.inverse_variance()
+        if isinstance(inverse_variance, Tensor):
+            inverse_variance = inverse_variance[:, :1, 0]
+        normaliser = normaliser - 0.5 * terms.query.square().sum(-1) * inverse_variance
+    return normaliser.flatten(1, 2)
+
+
+def responsibility_sums(problem: MixtureProblem) -> Tensor:
+    """``sum over visible (i, j) of p(r | i, j)``, ``[Hkv, M]``: the E-step. Not differentiable."""
+    with torch.no_grad():
+        terms = _logit_terms(problem)
+        return _chunked_responsibilities(*terms, problem.query_mask, _grouped_mask(problem), problem.is_causal)
+
+
+class _LogitTerms(NamedTuple):
+    query: Tensor
+    """``[B, Hkv, G, Nq, D]``, G query heads to a key/value head"""
+    key: Tensor
+    """``[B, Hkv, M, Nk, D]``, divided by the variance"""
+    column: Tensor
+    """``[B, Hkv, M, Nk]``, -inf at masked keys"""
+    row: Tensor | None
+    """``[B, Hkv, M, G, Nq]``, only where components differ in variance"""
+
+
+def _logit_terms(problem: MixtureProblem) -> _LogitTerms:
+    query, key = problem.centred()
+    query = query.unflatten(1, (-1, problem.group_size))
+    key = problem.component_keys(key)
+    inverse_variance = problem.inverse_variance()
+
+    row = None
+    column = key.new_zeros(key.shape[:-1])
+    if problem.similarity == "gaussian":
+        column = -0.5 * (key.square() * inverse_variance).sum(-1)
+        if isinstance(inverse_variance, Tensor) and not problem.shares_variance:
+            row = -0.5 * query.square().sum(-1)[:, :, None] * inverse_variance
+    if problem.log_prior is not None and problem.assignment == "soft":
+        column = column + problem.log_prior
+    if problem.key_mask is not None:
+        column = column.masked_fill(~problem.key_mask[:, None, None, :], -math.inf)
+    return _LogitTerms(query, key * inverse_variance, column, row)
+
+
+def _grouped_mask(problem: MixtureProblem) -> Tensor | None:
+    """The attention mask with its head axis split like the query's, five axes."""
+    mask = problem.attn_mask
+    if mask is None:
+        return None
+    return mask[:, :, None] if mask.shape[1] == 1 else mask.unflatten(1, (-1, problem.group_size))
+
+
+class _Block(NamedTuple):
+    """One block of queries and the prefix of keys that it can see."""
+
+    index: int
+    rows: slice
+    keys: slice
+
+
+def _blocks(query: Tensor, key: Tensor, is_causal: bool) -> Iterator[_Block]:
+    batch, kv_heads, group, num_queries, _ = query.shape
+    components, num_keys = key.shape[2], key.shape[3]
+    height = max(MINIMUM_ROWS, BLOCK_ELEMENTS // max(1, batch * kv_heads * group * components * num_keys))
+    for index, start in enumerate(range(0, num_queries, height)):
+        stop = min(start + height, num_queries)
+        visible = max(0, min(num_keys, stop + num_keys - num_queries)) if is_causal else num_keys
+        yield _Block(index, slice(start, stop), slice(0, visible))
+
+
+def _block_logits(
+    query: Tensor,
+    key: Tensor,
+    column: Tensor,
+    row: Tensor | None,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    block: _Block,
+) -> Tensor:
+    """``[B, Hkv, M, G, rows, keys]``"""
+    logit = query[:, :, None, :, block.rows] @ key[:, :, :, None, block.keys].mT
+    logit += column[:, :, :, None, None, block.keys]
+    if row is not None:
+        logit += row[..., block.rows, None]
+    if is_causal:
+        last_visible = torch.arange(query.shape[3], device=query.device)[block.rows] + key.shape[3] - query.shape[3]
+        positions = torch.arange(key.shape[3], device=query.device)[block.keys]
+        logit.masked_fill_(positions > last_visible[:, None], -math.inf)
+    if attn_mask is not None:
+        rows = block.rows if attn_mask.shape[3] > 1 else slice(None)
+        logit.masked_fill_(~attn_mask[:, :, None, :, rows, block.keys], -math.inf)
+    return logit
+
+
+def _dropout_scale(seed: Tensor | None, dropout_p: float, block: _Block, like: Tensor) -> Tensor | None:
+    """``0`` or ``1 / (1 - p)`` for each (i, j): the same numbers in forward and backward."""
+    if seed is None:
+        return None
+    generator = torch.Generator(like.device).manual_seed(int(seed) + block.index)
+    kept = torch.rand(like.shape, dtype=like.dtype, device=like.device, generator=generator) >= dropout_p
+    return kept.to(like.dtype) / (1.0 - dropout_p)
+
+
+@torch.library.custom_op("mgk::chunked_attention", mutates_args=())
+def _chunked_attention(
+    query: Tensor, key: Tensor, column: Tensor, row: Tensor | None, value: Tensor, attn_mask: Tensor | None,
+    seed: Tensor | None, is_causal: bool, hard: bool, dropout_p: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output ``[B, Hkv, G, Nq, Dv]`` and row normaliser ``[B, Hkv, G, Nq]`` (log-sum-exp of the row's logits)."""
+    out = query.new_empty(*query.shape[:-1], value.shape[-1])
+    normaliser = query.new_empty(query.shape[:-1])
+    with torch.autocast(query.device.type, enabled=False):
+        for block in _blocks(query, key, is_causal):
+            logit = _block_logits(query, key, column, row, attn_mask, is_causal, block)
+            if logit.shape[-1] == 0:
+                out[..., block.rows, :] = 0.0
+                normaliser[..., block.rows] = -math.inf
+                continue
+            if hard:
+                logit = logit.amax(dim=2, keepdim=True)
+            maximum = logit.amax(dim=(2, 5), keepdim=True)
+            maximum.masked_fill_(maximum == -math.inf, 0.0)
+            weight = logit.sub_(maximum).exp_().sum(dim=2)
+            total = weight.sum(-1, keepdim=True)
+            normaliser[..., block.rows] = (total.log() + maximum[:, :, 0]).squeeze(-1)
+            weight /= total.masked_fill(total == 0, 1.0)
+            scale = _dropout_scale(seed, dropout_p, block, weight)
+            if scale is not None:
+                weight *= scale
+            out[..., block.rows, :] = weight @ value[:, :, None, block.keys]
+    return out, normaliser
+
+
+@torch.library.custom_op("mgk::chunked_attention_backward", mutates_args=())
+def _chunked_attention_backward(
+    grad_out: Tensor, grad_normaliser: Tensor, out: Tensor, normaliser: Tensor, query: Tensor, key: Tensor,
+    column: Tensor, row: Tensor | None, value: Tensor, attn_mask: Tensor | None, seed: Tensor | None,
+    is_causal: bool, hard: bool, dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key, column, row (empty where there is none) and value.
+
+    With w_ijr = exp(logit_ijr - normaliser_i) and dW_ij = dO_i . v_j:
+    dlogit_ijr = w_ijr (dW_ij - dO_i . o_i + dnormaliser_i); under hard assignment the largest components share w_ij.
+    """
+    grad_query, grad_key = torch.zeros_like(query), torch.zeros_like(key)
+    grad_column, grad_value = torch.zeros_like(column), torch.zeros_like(value)
+    grad_row = query.new_empty(0) if row is None else torch.zeros_like(row)
+    with torch.autocast(query.device.type, enabled=False):
+        for block in _blocks(query, key, is_causal):
+            logit = _block_logits(query, key, column, row, attn_mask, is_causal, block)
+            if logit.shape[-1] == 0:
+                continue
+            share = None
+            if hard:
+                best = logit.amax(dim=2, keepdim=True)
+                share = (logit == best).to(logit.dtype)
+                share /= share.sum(dim=2, keepdim=True)
+                logit = best
+            # An empty row has normaliser -inf; any finite stand-in keeps exp(-inf - stand-in) = 0.
+            stand_in = normaliser[..., block.rows].masked_fill(normaliser[..., block.rows] == -math.inf, 0.0)
+            weight = logit.sub_(stand_in[:, :, None, ..., None]).exp_()
+            grad_block = grad_out[..., block.rows, :]
+            grad_weight = grad_block @ value[:, :, None, block.keys].mT
+            pair_weight = weight.sum(dim=2)
+            scale = _dropout_scale(seed, dropout_p, block, pair_weight)
+            if scale is not None:
+                grad_weight *= scale
+                pair_weight = pair_weight * scale
+            grad_value[:, :, block.keys] += (pair_weight.mT @ grad_block).sum(dim=2)
+
+            centre = (grad_block * out[..., block.rows, :]).sum(-1) - grad_normaliser[..., block.rows]
+            grad_logit = weight.mul_((grad_weight - centre[..., None])[:, :, None])
+            if share is not None:
+                grad_logit = grad_logit * share
+            grad_query[..., block.rows, :] = (grad_logit @ key[:, :, :, None, block.keys]).sum(dim=2)
+            grad_key[:, :, :, block.keys] += (grad_logit.mT @ query[:, :, None, :, block.rows]).sum(dim=3)
+            grad_column[..., block.keys] += grad_logit.sum(dim=(3, 4))
+            if row is not None:
+                grad_row[..., block.rows] = grad_logit.sum(-1)
+    return grad_query, grad_key, grad_column, grad_row, grad_value
+
+
+@torch.library.custom_op("mgk::chunked_responsibilities", mutates_args=())
+def _chunked_responsibilities(
+    query: Tensor, key: Tensor, column: Tensor, row: Tensor | None, query_mask: Tensor | None,
+    attn_mask: Tensor | None, is_causal: bool,
+) -> Tensor:  # fmt: skip
+    """``[Hkv, M]``"""
+    sums = query.new_zeros(key.shape[1:3])
+    with torch.autocast(query.device.type, enabled=False):
+        for block in _blocks(query, key, is_causal):
+            logit = _block_logits(query, key, column, row, attn_mask, is_causal, block)
+            if query_mask is not None:
+                logit.masked_fill_(~query_mask[:, None, None, None, block.rows, None], -math.inf)
+            seen = logit.amax(dim=2, keepdim=True) > -math.inf
+            posterior = torch.softmax(logit.masked_fill_(~seen, 0.0), dim=2).masked_fill_(~seen, 0.0)
+            sums += posterior.sum(dim=(0, 3, 4, 5))
+    return sums
+
+
+@_chunked_attention.register_fake
+def _(
+    query: Tensor, key: Tensor, column: Tensor, row: Tensor | None, value: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return query.new_empty(*query.shape[:-1], value.shape[-1]), query.new_empty(query.shape[:-1])
+
+
+@_chunked_attention_backward.register_fake
+def _(
+    grad_out: Tensor, grad_normaliser: Tensor, out: Tensor, normaliser: Tensor, query: Tensor, key: Tensor,
+    column: Tensor, row: Tensor | None, value: Tensor, *_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    grad_row = query.new_empty(0) if row is None else torch.empty_like(row)
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(column), grad_row, torch.empty_like(value)
+
+
+@_chunked_responsibilities.register_fake
+def _(query: Tensor, key: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(key.shape[1:3])
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, column, row, value, attn_mask, seed, is_causal, hard, dropout_p = inputs
+    ctx.save_for_backward(*output, query, key, column, row, value, attn_mask, seed)
+    ctx.options = (is_causal, hard, dropout_p)
+
+
+def _backward(ctx: Any, grad_out: Tensor, grad_normaliser: Tensor) -> tuple[Tensor | None, ...]:
+    grad_query, grad_key, grad_column, grad_row, grad_value = _chunked_attention_backward(
+        grad_out, grad_normaliser, *ctx.saved_tensors, *ctx.options
+    )
+    has_row = ctx.saved_tensors[5] is not None
+    return grad_query, grad_key, grad_column, grad_row if has_row else None, grad_value, *[None] * 5
+
+
+_chunked_attention.register_autograd(_backward, setup_context=_save_for_backward)

@@ -1,0 +1,96 @@
+"""Mixture attention as the equations say it. Materialises every pair; any dtype; differentiable twice.
+
+    logit[i,j,r] = log_prior[r] + similarity(q_i, k_jr; variance[r])
+    weight[i,j]  = softmax over j of ( soft: logsumexp_r logit    hard: max_r similarity )
+    out[i]       = sum_j weight[i,j] v_j
+
+Shapes: i runs over Nq queries, j over Nk keys, r over M components; ``[B, H, M, Nq, Nk]`` holds the logits.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mgk.ops.problem import MixtureProblem
+
+
+def attention(problem: MixtureProblem) -> Tensor:
+    """``out[i] = sum_j weight[i,j] v_j``, ``[B, H, Nq, Dv]``."""
+    weight = F.dropout(weights(problem), problem.dropout_p)
+    value = problem.value.to(weight.dtype).repeat_interleave(problem.group_size, dim=1)
+    return (weight @ value).to(problem.query.dtype)
+
+
+def weights(problem: MixtureProblem) -> Tensor:
+    """``weight[i,j]``, ``[B, H, Nq, Nk]``. A row without a visible key is zero."""
+    logit = _component_logits(problem)
+    if problem.assignment == "hard":
+        logit = logit.amax(dim=2, keepdim=True)
+    joint, total, _ = _joint_softmax(logit)
+    return joint.sum(dim=2) / total.masked_fill(total == 0, 1.0)
+
+
+def log_normaliser(problem: MixtureProblem) -> Tensor:
+    """``log sum_j sum_r prior[r] exp(similarity)``, ``[B, H, Nq]``, -inf for a row without a visible key."""
+    _, total, row_maximum = _joint_softmax(_component_logits(problem))
+    empty = total == 0
+    log_total = total.masked_fill(empty, 1.0).log() + row_maximum
+    return log_total.masked_fill(empty, -math.inf)[..., 0]
+
+
+def responsibility_sums(problem: MixtureProblem) -> Tensor:
+    """``sum over visible (i, j) of p(r | i, j)``, ``[Hkv, M]``: the E-step."""
+    logit = _component_logits(problem)
+    if problem.query_mask is not None:
+        logit = logit.masked_fill(~problem.query_mask[:, None, None, :, None], -math.inf)
+    seen = logit.amax(dim=2, keepdim=True) > -math.inf
+    posterior = torch.softmax(logit.masked_fill(~seen, 0.0), dim=2).masked_fill(~seen, 0.0)
+    return posterior.unflatten(1, (-1, problem.group_size)).sum(dim=(0, 2, 4, 5))
+
+
+def _component_logits(problem: MixtureProblem) -> Tensor:
+    """``logit[i,j,r]``, -inf where query i may not see key j, ``[B, H, M, Nq, Nk]``."""
+    query, key = problem.centred()
+    query = query[:, :, None]
+    key = problem.component_keys(key).repeat_interleave(problem.group_size, dim=1)
+    inverse_variance = problem.inverse_variance()
+    if isinstance(inverse_variance, Tensor):
+        inverse_variance = inverse_variance.repeat_interleave(problem.group_size, dim=0)
+
+    product = query @ key.mT
+    if problem.similarity == "dot":
+        logit = product * inverse_variance
+    else:
+        squared_distance = query.square().sum(-1)[..., :, None] - 2 * product + key.square().sum(-1)[..., None, :]
+        logit = -0.5 * squared_distance * inverse_variance
+    if problem.log_prior is not None and problem.assignment == "soft":
+        logit = logit + problem.log_prior.repeat_interleave(problem.group_size, dim=0)[:, :, None, :]
+    return logit.masked_fill(~_visible(problem)[:, :, None], -math.inf)
+
+
+def _visible(problem: MixtureProblem) -> Tensor:
+    """bool, broadcastable to ``[B, H, Nq, Nk]``: which query sees which key."""
+    num_queries, num_keys = problem.query.shape[2], problem.key.shape[3]
+    visible = torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool, device=problem.query.device)
+    if problem.is_causal:
+        visible = visible.tril(problem.causal_offset)
+    if problem.key_mask is not None:
+        visible = visible & problem.key_mask[:, None, None, :]
+    if problem.attn_mask is not None:
+        visible = visible & problem.attn_mask
+    return visible
+
+
+def _joint_softmax(logit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``exp(logit - maximum)``, its sum over (j, r), and the maximum; the last two ``[B, H, Nq, 1]``.
+
+    One maximum over keys and components together: nesting log-sum-exp inside softmax would meet -inf minus -inf.
+    """
+    maximum = logit.detach().amax(dim=(2, 4), keepdim=True)
+    maximum = maximum.masked_fill(maximum == -math.inf, 0.0)
+    joint = (logit - maximum).exp()
+    return joint, joint.sum(dim=(2, 4))[..., None], maximum[:, :, 0]

@@ -1,0 +1,344 @@
+"""Mixture attention on ``F.scaled_dot_product_attention``: whatever fused kernel the device has, with autograd.
+
+Expand |q - k|^2 and write everything in units of logit * variance. What a dot product cannot say goes into a few extra
+feature columns, appended to query and key and padded to one width so that the fused kernels accept the call:
+
+- *flattened*: a soft mixture is plain softmax attention over the M * Nk keys, each value repeated M times, with
+  ``log_prior - |k_jr|^2 / 2`` as a bias per key. The bias is one column (times a column of ones).
+- *factored*: shifted keys of one variance have logit = s_ij + u_ir + w_jr, so that
+  ``sum_r exp(logit) = exp(s_ij) * sum_r A_ir B_jr``. One call over Nk keys with the value columns ``[B_jr v_j, B_jr]``
+  gives every component's numerator and denominator; softmax's own normaliser cancels when A combines them.
+
+Half precision would round such a column away; there it travels as three columns whose sum is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mgk.ops.problem import MixtureProblem
+
+# Where the spread of u over components plus that of w exceeds this, A_ir B_jr can underflow in every component at once.
+FACTORED_SPREAD = 60.0
+
+# Height of a block of queries under a causal mask that the stock kernels cannot express.
+CAUSAL_BLOCK = 256
+
+# Query-side factors of the three columns that carry one fp32 number in half precision. fp16 has few exponent bits: the
+# high column is scaled down and the low one up. The middle factor is 1, so its gradient is the number's own.
+SPLIT_FACTORS = {torch.bfloat16: (1.0, 1.0, 1.0), torch.float16: (2.0**11, 1.0, 2.0**-11)}
+# Mantissa bits of fp32 that survive in the half type, as a mask over its int32 pattern.
+SPLIT_BITS = {torch.bfloat16: -(1 << 16), torch.float16: -(1 << 13)}
+
+# Stands for -inf in a bias column: far below any logit, yet finite, since 0 * inf would be NaN in backward.
+MASKED = {torch.float64: -1e30, torch.float32: -1e30, torch.bfloat16: -1e30, torch.float16: -60000.0 * 2.0**11}
+
+
+def unsupported(problem: MixtureProblem) -> str | None:
+    """Why this backend cannot serve the call, or ``None``."""
+    if problem.num_components > 1 and problem.assignment == "hard":
+        return "assignment='hard' with several components"
+    if problem.num_components > 1 and problem.dropout_p > 0 and not _is_plain_softmax(problem):
+        return "dropout_p > 0 with several components"
+    return None
+
+
+def attention(problem: MixtureProblem) -> Tensor:
+    """``[B, H, Nq, Dv]``"""
+    dtype = problem.query.dtype
+    if _is_plain_softmax(problem):
+        # u_ir does not depend on j: shifts and priors change no weight (softmax-smgk IS softmax).
+        problem = problem._replace(shift=None, log_prior=None)
+    elif problem.assignment == "hard":
+        problem = problem._replace(log_prior=None)
+    if isinstance(problem.variance, Tensor) and dtype != problem.compute_dtype:
+        # k / variance_r is not a half-precision number, and must not be rounded to one.
+        query, key, value = (tensor.float() for tensor in (problem.query, problem.key, problem.value))
+        problem = problem._replace(query=query, key=key, value=value)
+
+    if isinstance(problem.variance, Tensor):
+        out = _flattened_unequal(problem)
+    elif problem.shift is None:
+        out = _flattened_projected(problem)
+    else:
+        out = _shifted(problem)
+    return _zero_empty_rows(problem, out).to(dtype)
+
+
+def _is_plain_softmax(problem: MixtureProblem) -> bool:
+    """Dot similarity where neither shift nor prior distinguishes one key position from another."""
+    per_position_prior = problem.log_prior is not None and problem.log_prior.shape[-1] > 1
+    one_key = problem.key.shape[2] == 1
+    return problem.similarity == "dot" and problem.shares_variance and one_key and not per_position_prior
+
+
+def _flattened_projected(problem: MixtureProblem) -> Tensor:
+    """All components as separate keys; one variance, a Python number."""
+    assert isinstance(problem.variance, float)
+    query, key = _product_operands(problem)
+    bias = _norm_and_prior(problem, key)
+    columns: list[tuple[Tensor | None, Tensor]] = [] if bias is None else [(None, _interleave(bias))]
+    return _attend(problem, query, _interleave(key), problem.value, columns, 1.0 / problem.variance)
+
+
+def _flattened_unequal(problem: MixtureProblem) -> Tensor:
+    """All components as separate keys, each divided by its own variance. fp32 or fp64 only."""
+    inverse_variance = problem.inverse_variance()
+    query, key = problem.centred()
+    key = problem.component_keys(key)
+    bias = key.new_zeros(key.shape[:-1])
+    if problem.similarity == "gaussian":
+        bias = -0.5 * (key.square() * inverse_variance).sum(-1)
+    if problem.log_prior is not None:
+        bias = bias + problem.log_prior
+    columns: list[tuple[Tensor | None, Tensor]] = [(None, _interleave(bias))]
+    if problem.similarity == "gaussian" and not problem.shares_variance:
+        norm_factor = (-0.5 * inverse_variance)[..., 0].expand(bias.shape)
+        columns.append((query.square().sum(-1), _interleave(norm_factor)))
+    return _attend(problem, query, _interleave(key * inverse_variance), problem.value, columns, 1.0)
+
+
+def _shifted(problem: MixtureProblem) -> Tensor:
+    """Shifted keys of one variance: q . (k_j + b_r) = q . k_j + q . b_r, one product for all components."""
+    assert problem.shift is not None
+    assert isinstance(problem.variance, float)
+    shift, variance = problem.shift.to(problem.compute_dtype), problem.variance
+    query, key = _product_operands(problem)
+    key = key[:, :, 0]
+    bias = _norm_and_prior(problem._replace(log_prior=None, shift=None), key)  # [B, Hkv, Nk], the part without r
+
+    # u_ir + w_jr, measured from the first key so that a common offset of the data leaves both small.
+    centred_query, centred_key = problem.centred()
+    by_group = centred_query.unflatten(1, (-1, problem.group_size))
+    u = torch.einsum("bhgid,hrd->bhgir", by_group, shift).flatten(1, 2)  # [B, H, Nq, M]
+    w = centred_key.new_zeros(*key.shape[:-1], shift.shape[1])  # [B, Hkv, Nk, M]
+    if problem.similarity == "gaussian":
+        w = -torch.einsum("bhjd,hrd->bhjr", centred_key[:, :, 0], shift) - 0.5 * shift.square().sum(-1)[:, None]
+    if problem.log_prior is not None:
+        w = w + variance * problem.log_prior.mT
+
+    if _factored_is_safe(problem, u, w):
+        return _factored(problem, query, key, bias, u, w)
+    # Flattened: component r of key j carries a one-hot column that picks u_ir. Column 0 is the same for every key.
+    bias = w if bias is None else w + bias[..., None]
+    one_hot = torch.eye(shift.shape[1], dtype=w.dtype, device=w.device)[:, 1:].expand(*w.shape, -1)
+    columns: list[tuple[Tensor | None, Tensor]] = [(None, bias.flatten(2))]
+    for r in range(1, shift.shape[1]):
+        columns.append((u[..., r] - u[..., 0], one_hot[..., r - 1].flatten(2)))
+    repeated = key.repeat_interleave(shift.shape[1], dim=2)
+    return _attend(problem, query, repeated, problem.value, columns, 1.0 / variance)
+
+
+def _factored_is_safe(problem: MixtureProblem, u: Tensor, w: Tensor) -> bool:
+    """Whether A and B keep their digits. Reads two numbers, so only where that stalls no device and breaks no graph.
+
+    Never in half precision: rounding ``B_jr v_j`` costs the gradient of the key more than the flattened form does.
+    """
+    if problem.query.dtype != problem.compute_dtype or u.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    with torch.no_grad():
+        spread = sum((x.amax(-1) - x.amin(-1)).amax() for x in (u, w))
+        return bool(spread <= FACTORED_SPREAD * float(problem.variance))
+
+
+def _factored(problem: MixtureProblem, query: Tensor, key: Tensor, bias: Tensor | None, u: Tensor, w: Tensor) -> Tensor:
+    inverse_variance = 1.0 / float(problem.variance)
+    # The maxima cancel in the quotient below, so they are constants for autograd.
+    u = u - u.detach().amax(-1, keepdim=True)
+    w_maximum = w.detach().amax(-1, keepdim=True)
+    a, b = (u * inverse_variance).exp(), ((w - w_maximum) * inverse_variance).exp()
+
+    value = torch.cat([problem.value, problem.value.new_ones(*problem.value.shape[:-1], 1)], dim=-1)
+    value = (b[..., None] * value[..., None, :]).flatten(3)  # [B, Hkv, Nk, M * (Dv + 1)]
+    bias = w_maximum[..., 0] if bias is None else bias + w_maximum[..., 0]
+    out = _attend(problem, query, key, value, [(None, bias)], inverse_variance).unflatten(-1, (a.shape[-1], -1))
+    out = (a[..., None] * out).sum(-2)
+    total = out[..., -1:]
+    return out[..., :-1] / total.masked_fill(total == 0, 1.0)
+
+
+def _product_operands(problem: MixtureProblem) -> tuple[Tensor, Tensor]:
+    """Query and key as the kernel multiplies them: centred in fp32 and fp64, as they came in half precision.
+
+    Rounding a centred half-precision input would change the problem; its norms in fp32 and the kernel's fp32
+    accumulator keep the logits right without centring.
+    """
+    return problem.centred() if problem.query.dtype == problem.compute_dtype else (problem.query, problem.key)
+
+
+def _norm_and_prior(problem: MixtureProblem, key: Tensor) -> Tensor | None:
+    """``variance * log_prior - |k|^2 / 2`` in fp32 or better, or ``None`` where it is the same for all keys."""
+    bias = None
+    if problem.similarity == "gaussian":
+        bias = -0.5 * key.to(problem.compute_dtype).square().sum(-1)
+    if problem.log_prior is not None and (problem.num_components > 1 or problem.log_prior.shape[-1] > 1):
+        scaled = float(problem.variance) * problem.log_prior
+        bias = scaled.expand(key.shape[:-1]) if bias is None else bias + scaled
+    return bias
+
+
+def _interleave(per_component: Tensor) -> Tensor:
+    """``[B, Hkv, M, Nk, ...]`` to ``[B, Hkv, Nk * M, ...]``: j-major, a prefix of positions is a prefix of keys."""
+    return per_component.transpose(2, 3).flatten(2, 3)
+
+
+class _SplitColumn(torch.autograd.Function):
+    """An fp32 number as three half-precision ones, ``[..., 3]``, that add up to it once times ``SPLIT_FACTORS``."""
+
+    @staticmethod
+    def forward(ctx: Any, column: Tensor, dtype: torch.dtype) -> Tensor:
+        rest = column.clamp(MASKED[dtype], -MASKED[dtype])
+        parts = []
+        for factor in SPLIT_FACTORS[dtype]:
+            # Cut bits rather than cast down and up: a compiler may drop a round trip through half precision.
+            part = (rest.view(torch.int32) & SPLIT_BITS[dtype]).view(torch.float32) / factor
+            part = part.masked_fill(part.abs() < torch.finfo(dtype).tiny, 0.0)
+            parts.append(part)
+            rest = rest - part * factor
+        return torch.stack(parts, dim=-1).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return grads[0][..., 1].float(), None
+
+
+def _append_columns(query: Tensor, key: Tensor, columns: list[tuple[Tensor | None, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Add ``sum of query_column * key_column`` to the products. ``None`` on the query side is a column of ones."""
+    query_parts, key_parts = [query], [key]
+    for on_query, on_key in columns:
+        if query.dtype not in SPLIT_FACTORS:
+            query_parts.append(query.new_ones(*query.shape[:-1], 1) if on_query is None else on_query[..., None])
+            key_parts.append(on_key[..., None])
+            continue
+        factors = torch.tensor(SPLIT_FACTORS[query.dtype], dtype=query.dtype, device=query.device)
+        if on_query is None:
+            query_parts.append(factors.expand(*query.shape[:-1], 3))
+            key_parts.append(_SplitColumn.apply(on_key, query.dtype))
+        else:
+            # Here the key side is one-hot, exact in any dtype, and takes the factors.
+            query_parts.append(_SplitColumn.apply(on_query, query.dtype))
+            key_parts.append(on_key.to(query.dtype)[..., None] * factors)
+    return torch.cat(query_parts, dim=-1), torch.cat(key_parts, dim=-1)
+
+
+def _attend(
+    problem: MixtureProblem, query: Tensor, key: Tensor, value: Tensor, columns: list[tuple[Tensor | None, Tensor]],
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """Softmax attention of ``query [B, H, Nq, D]`` over ``key [B, Hkv, Nk * repeat, D]`` under the problem's masks.
+
+    The first column, if any, is the bias per key; it also carries the key mask.
+    """
+    repeat = key.shape[2] // problem.key.shape[3]
+    group, num_queries, value_dim = problem.group_size, query.shape[2], value.shape[-1]
+    if repeat > 1:
+        value = value.repeat_interleave(repeat, dim=2)
+    if problem.key_mask is not None:
+        hidden = ~problem.key_mask.repeat_interleave(repeat, dim=1)[:, None]
+        bias = columns[0][1] if columns else torch.zeros_like(key[..., 0], dtype=problem.compute_dtype)
+        columns = [(None, bias.masked_fill(hidden, MASKED[query.dtype])), *columns[1:]]
+    columns = [(on_query, on_key.clamp(min=MASKED[query.dtype])) for on_query, on_key in columns]
+    query, key = _append_columns(query, key, columns)
+
+    width = max(query.shape[-1], value_dim)
+    if columns or width != value_dim:
+        width = -(-width // 8) * 8
+    query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+
+    masked_by_pair = problem.attn_mask is not None or (problem.is_causal and num_queries > 1)
+    if group > 1 and not masked_by_pair:
+        query = query.unflatten(1, (-1, group)).flatten(2, 3)
+    elif group > 1:
+        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+
+    def stock(query: Tensor, key: Tensor, value: Tensor, **mask: Any) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=problem.dropout_p, scale=scale, **mask)
+
+    if problem.attn_mask is not None:
+        out = stock(query, key, value, attn_mask=_pair_mask(problem, repeat))
+    elif not masked_by_pair:
+        out = stock(query, key, value)
+    elif repeat == 1 and problem.causal_offset == 0:
+        out = stock(query, key, value, is_causal=True)
+    else:
+        out = _causal_in_blocks(stock, query, key, value, repeat)
+    if group > 1 and not masked_by_pair:
+        out = out.unflatten(2, (group, num_queries)).flatten(1, 2)
+    return out[..., :value_dim]
+
+
+def _causal_in_blocks(stock: Any, query: Tensor, key: Tensor, value: Tensor, repeat: int) -> Tensor:
+    """Bottom-right causal attention over keys repeated ``repeat`` times, a block of queries at a time.
+
+    Every block's mask is a slice of one shared ``[block, Nk * repeat]`` tensor: autograd saves the masks, and fresh
+    ones would add up to Nq x Nk.
+    """
+    num_queries, num_keys = query.shape[2], key.shape[2] // repeat
+    empty_rows = max(0, num_queries - num_keys)
+    height = CAUSAL_BLOCK
+    # Row i of a block that ends with key P sees the keys up to P - height + i: counted from the end, all are alike.
+    column = torch.arange(num_keys * repeat, device=query.device) // repeat
+    row = torch.arange(height, device=query.device)[:, None]
+    pattern = query.new_zeros(height, num_keys * repeat).masked_fill(column > row + (num_keys - height), -math.inf)
+
+    blocks = [query.new_zeros(*query.shape[:2], empty_rows, value.shape[-1])] if empty_rows else []
+    start = empty_rows
+    while start < num_queries:
+        # Blocks end where they are aligned with the last row, so only the first may be lower than `height`.
+        stop = num_queries - (num_queries - start - 1) // height * height
+        visible = (num_keys - num_queries + stop) * repeat
+        mask = pattern[height - (stop - start) :, num_keys * repeat - visible :]
+        blocks.append(stock(query[:, :, start:stop], key[:, :, :visible], value[:, :, :visible], attn_mask=mask))
+        start = stop
+    return torch.cat(blocks, dim=2)
+
+
+def _pair_mask(problem: MixtureProblem, repeat: int) -> Tensor:
+    """The attention mask and causality in one. Rows without a key may see all: they are zeroed afterwards."""
+    visible = _visible_pairs(problem)
+    visible = visible | ~visible.any(dim=-1, keepdim=True)
+    return visible.repeat_interleave(repeat, dim=-1) if repeat > 1 else visible
+
+
+def _visible_pairs(problem: MixtureProblem) -> Tensor:
+    assert problem.attn_mask is not None
+    visible = problem.attn_mask
+    if problem.is_causal:
+        shape = (problem.query.shape[2], problem.key.shape[3])
+        visible = visible & torch.ones(shape, dtype=torch.bool, device=visible.device).tril(problem.causal_offset)
+    return visible
+
+
+def _zero_empty_rows(problem: MixtureProblem, out: Tensor) -> Tensor:
+    """Rows that see no key attended to stand-ins; their output, and with it their gradient, is zero."""
+    alive = _alive_keys(problem)
+    num_queries, num_keys = problem.query.shape[2], problem.key.shape[3]
+    if problem.attn_mask is not None:
+        visible = _visible_pairs(problem)
+        if alive is not None:
+            visible = visible & alive[:, :, None]
+        seen = visible.any(dim=-1)
+    elif alive is not None:
+        seen = alive.any(dim=-1, keepdim=True)
+        if problem.is_causal:
+            first = alive.to(torch.int8).argmax(dim=-1, keepdim=True)
+            seen = seen & (torch.arange(num_queries, device=out.device) + problem.causal_offset >= first)
+    elif problem.is_causal and num_queries > num_keys:
+        seen = (torch.arange(num_queries, device=out.device) + problem.causal_offset >= 0)[None, None]
+    else:
+        return out
+    return out.masked_fill(~seen[..., None], 0.0)
+
+
+def _alive_keys(problem: MixtureProblem) -> Tensor | None:
+    """bool ``[B, 1 or H, Nk]``: keys that are neither masked nor given a prior of zero in every component."""
+    alive = None if problem.key_mask is None else problem.key_mask[:, None]
+    if problem.log_prior is not None and problem.log_prior.shape[-1] > 1:
+        positive = (problem.log_prior > -math.inf).any(dim=1).repeat_interleave(problem.group_size, dim=0)[None]
+        alive = positive if alive is None else alive & positive
+    return alive

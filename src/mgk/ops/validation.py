@@ -1,0 +1,245 @@
+"""Checks of user input. Each raises before any work, in one sentence: what was expected, what came."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mgk.ops.problem import MixtureProblem
+
+FLOATING_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+SIMILARITIES = ("gaussian", "dot")
+ASSIGNMENTS = ("soft", "hard")
+
+_debug_checks = False
+
+
+def debug_checks(enabled: bool) -> None:
+    """Also inspect the values inside GPU tensors.
+
+    Values of CPU tensors and Python numbers are always inspected. On a GPU that would wait for the device at every
+    call, so it is off until asked for.
+    """
+    global _debug_checks
+    _debug_checks = bool(enabled)
+
+
+def may_inspect_values(tensor: Tensor) -> bool:
+    """Whether reading numbers out of ``tensor`` costs neither a device synchronisation nor a graph break."""
+    if torch.compiler.is_compiling() or tensor.device.type == "meta":
+        return False
+    return tensor.device.type == "cpu" or _debug_checks
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+    choices = tuple(choices)
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def make_problem(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    *,
+    shift: Tensor | None,
+    log_prior: Tensor | None,
+    variance: float | Tensor | None,
+    similarity: str,
+    assignment: str,
+    is_causal: bool,
+    key_mask: Tensor | None,
+    query_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    dropout_p: float = 0.0,
+) -> MixtureProblem:
+    """Validate one call and bring it into canonical form. Without ``value`` a value of width 0 stands in."""
+    check_choice("similarity", similarity, SIMILARITIES)
+    check_choice("assignment", assignment, ASSIGNMENTS)
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be a bool, got {type(is_causal).__name__}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must lie in [0, 1), got {dropout_p}")
+
+    _check_floating("query", query)
+    _check_floating("key", key)
+    if value is not None:
+        _check_floating("value", value)
+    query, key, value = _as_autocast_would(query, key, value)
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor is None:
+            continue
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"{name} must have the dtype of query, {query.dtype}, got {tensor.dtype}")
+        _check_device(name, tensor, query)
+
+    if query.ndim != 4:
+        raise ValueError(f"query must have shape [B, H, Nq, D], got {_shape(query)}")
+    if key.ndim not in (4, 5):
+        raise ValueError(f"key must have shape [B, Hkv, M, Nk, D] or [B, Hkv, Nk, D], got {_shape(key)}")
+    if key.ndim == 4:
+        key = key[:, :, None]
+    batch, num_heads, num_queries, head_dim = query.shape
+    _, num_kv_heads, key_components, num_keys, _ = key.shape
+    if value is None:
+        value = key.new_zeros(batch, num_kv_heads, num_keys, 0)
+    if value.ndim != 4:
+        raise ValueError(f"value must have shape [B, Hkv, Nk, Dv], got {_shape(value)}")
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.shape[0] != batch:
+            raise ValueError(f"{name} must have the batch size of query, {batch}, got {tensor.shape[0]}")
+    if head_dim == 0:
+        raise ValueError("query must have a head dimension of at least 1, got 0")
+    if key.shape[-1] != head_dim:
+        raise ValueError(f"key must have the head dimension of query, {head_dim}, got {key.shape[-1]}")
+    if num_kv_heads == 0 or num_heads % num_kv_heads != 0:
+        raise ValueError(f"the heads of query must be a multiple of those of key, got {num_heads} and {num_kv_heads}")
+    if value.shape[1] != num_kv_heads:
+        raise ValueError(f"value must have as many heads as key, {num_kv_heads}, got {value.shape[1]}")
+    if value.shape[2] != num_keys:
+        raise ValueError(f"value must have as many positions as key, {num_keys}, got {value.shape[2]}")
+    if key_components == 0:
+        raise ValueError("key must have at least one component, got M = 0")
+
+    if shift is not None:
+        _check_floating("shift", shift)
+        _check_device("shift", shift, query)
+        if key_components != 1:
+            raise ValueError(
+                f"key must have shape [B, Hkv, Nk, D] when shift is given, got {key_components} components in key"
+            )
+        if shift.ndim != 3 or shift.shape[0] != num_kv_heads or shift.shape[1] == 0 or shift.shape[2] != head_dim:
+            raise ValueError(
+                f"shift must have shape [Hkv, M, D] = [{num_kv_heads}, M, {head_dim}], got {_shape(shift)}"
+            )
+    num_components = key_components if shift is None else shift.shape[1]
+    lacks_axis = num_components == 1 and shift is None
+
+    log_prior = _canonical_log_prior(log_prior, query, num_kv_heads, num_components, num_keys, lacks_axis)
+    variance = _canonical_variance(variance, query, num_kv_heads, num_components)
+    key_mask = _check_mask("key_mask", key_mask, (batch, num_keys), query)
+    query_mask = _check_mask("query_mask", query_mask, (batch, num_queries), query)
+    attn_mask = _canonical_attn_mask(attn_mask, (batch, num_heads, num_queries, num_keys), query)
+    if attn_mask is not None and attn_mask.shape[1] == 1 and attn_mask.shape[2] == 1:
+        # A mask that depends on neither head nor query is a key mask, which every backend handles in linear memory.
+        same_for_all = attn_mask[:, 0, 0].expand(batch, num_keys)
+        key_mask = same_for_all if key_mask is None else key_mask & same_for_all
+        attn_mask = None
+
+    if key_mask is not None:
+        key = key.masked_fill(~key_mask[:, None, None, :, None], 0.0)
+        value = value.masked_fill(~key_mask[:, None, :, None], 0.0)
+    if query_mask is not None:
+        query = query.masked_fill(~query_mask[:, None, :, None], 0.0)
+    return MixtureProblem(
+        query, key, value, shift, log_prior, variance, similarity, assignment, is_causal, key_mask, query_mask,
+        attn_mask, float(dropout_p),
+    )  # fmt: skip
+
+
+def _shape(tensor: Tensor) -> list[int]:
+    return list(tensor.shape)
+
+
+def _check_floating(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in FLOATING_DTYPES:
+        raise TypeError(f"{name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}")
+
+
+def _check_device(name: str, tensor: Tensor, query: Tensor) -> None:
+    if tensor.device != query.device:
+        raise ValueError(f"{name} must be on the device of query, {query.device}, got {tensor.device}")
+
+
+def _as_autocast_would(query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Under autocast take query, key and value in its dtype, as ``F.scaled_dot_product_attention`` does."""
+    device_type = query.device.type
+    if query.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(device_type)
+    return query.to(dtype), key.to(dtype), None if value is None else value.to(dtype)
+
+
+def _canonical_log_prior(
+    log_prior: Tensor | None, query: Tensor, num_kv_heads: int, num_components: int, num_keys: int, lacks_axis: bool
+) -> Tensor | None:
+    if log_prior is None:
+        return None
+    _check_floating("log_prior", log_prior)
+    _check_device("log_prior", log_prior, query)
+    if log_prior.ndim not in (1, 2, 3):
+        raise ValueError(f"log_prior must have shape [M], [Hkv, M] or [Hkv, M, Nk], got {_shape(log_prior)}")
+    components = log_prior.shape[0] if log_prior.ndim == 1 else log_prior.shape[1]
+    if components != num_components:
+        hint = ": key needs a component axis, [B, Hkv, M, Nk, D]" if lacks_axis else ""
+        raise ValueError(f"log_prior must have as many components as key, {num_components}, got {components}{hint}")
+    if log_prior.ndim == 1:
+        log_prior = log_prior.expand(num_kv_heads, num_components)
+    if log_prior.shape[0] != num_kv_heads:
+        raise ValueError(f"log_prior must have as many heads as key, {num_kv_heads}, got {log_prior.shape[0]}")
+    if log_prior.ndim == 2:
+        log_prior = log_prior[:, :, None]
+    elif log_prior.shape[2] != num_keys:
+        raise ValueError(f"log_prior must cover all {num_keys} key positions, got {log_prior.shape[2]}")
+    if may_inspect_values(log_prior) and log_prior.numel():
+        if not bool((log_prior < math.inf).all()):
+            raise ValueError("log_prior must hold numbers below infinity, got NaN or infinity")
+        if bool((log_prior.amax(dim=(1, 2)) == -math.inf).any()):
+            raise ValueError("log_prior must leave every head a component with a prior above zero, got all -inf")
+    return log_prior.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
+
+
+def _canonical_variance(
+    variance: float | Tensor | None, query: Tensor, num_kv_heads: int, num_components: int
+) -> float | Tensor:
+    if variance is None:
+        return math.sqrt(query.shape[-1])
+    if isinstance(variance, (int, float)) and not isinstance(variance, bool):
+        if not 0.0 < variance < math.inf:
+            raise ValueError(f"variance must be positive and finite, got {variance}")
+        return float(variance)
+    _check_floating("variance", variance)
+    _check_device("variance", variance, query)
+    if list(variance.shape) not in ([num_components], [num_kv_heads, num_components]):
+        raise ValueError(
+            f"variance must be a number or have shape [M] = [{num_components}] or "
+            f"[Hkv, M] = [{num_kv_heads}, {num_components}], got {_shape(variance)}"
+        )
+    if may_inspect_values(variance) and not bool(((variance > 0) & (variance < math.inf)).all()):
+        raise ValueError(
+            f"variance must be positive and finite, got values from {variance.min():g} to {variance.max():g}"
+        )
+    return variance.expand(num_kv_heads, num_components)
+
+
+def _check_mask(name: str, mask: Tensor | None, shape: tuple[int, ...], query: Tensor) -> Tensor | None:
+    if mask is None:
+        return None
+    _check_bool(name, mask, query)
+    if mask.ndim != len(shape) or any(got != expected for got, expected in zip(mask.shape, shape, strict=True)):
+        raise ValueError(f"{name} must have shape {list(shape)}, got {_shape(mask)}")
+    return mask
+
+
+def _canonical_attn_mask(mask: Tensor | None, shape: tuple[int, ...], query: Tensor) -> Tensor | None:
+    if mask is None:
+        return None
+    _check_bool("attn_mask", mask, query)
+    aligned = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+    if mask.ndim > 4 or any(got not in (1, expected) for got, expected in zip(aligned, shape, strict=True)):
+        raise ValueError(f"attn_mask must be broadcastable to [B, H, Nq, Nk] = {list(shape)}, got {_shape(mask)}")
+    return mask.reshape(aligned).expand(-1, -1, -1, shape[3])
+
+
+def _check_bool(name: str, mask: Any, query: Tensor) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a bool tensor, True = attend, got {type(mask).__name__}")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"{name} must be a bool tensor, True = attend, got {mask.dtype}")
+    _check_device(name, mask, query)
