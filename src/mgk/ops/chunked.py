@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mgk.ops.problem import MixtureProblem
@@ -161,6 +162,9 @@ def _chunked_attention(
     """Output ``[B, Hkv, G, Nq, Dv]`` and row normaliser ``[B, Hkv, G, Nq]`` (log-sum-exp of the row's logits)."""
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
     normaliser = query.new_empty(query.shape[:-1])
+    # The normaliser is one more value, the constant 1: summed in the same order, it makes rows sum to one exactly. (The
+    # width is a multiple of 16 because matrix kernels sum the columns of an incomplete tile in another order.)
+    value_and_one = F.pad(value, (0, 16 - value.shape[-1] % 16), value=1.0)
     with torch.autocast(query.device.type, enabled=False):
         for block in _blocks(query, key, is_causal):
             logit = _block_logits(query, key, column, row, attn_mask, is_causal, block)
@@ -173,13 +177,14 @@ def _chunked_attention(
             maximum = logit.amax(dim=(2, 5), keepdim=True)
             maximum.masked_fill_(maximum == -math.inf, 0.0)
             weight = logit.sub_(maximum).exp_().sum(dim=2)
-            total = weight.sum(-1, keepdim=True)
-            normaliser[..., block.rows] = (total.log() + maximum[:, :, 0]).squeeze(-1)
-            weight /= total.masked_fill(total == 0, 1.0)
+            sums = weight @ value_and_one[:, :, None, block.keys]
+            total = sums[..., -1:]
             scale = _dropout_scale(seed, dropout_p, block, weight)
-            if scale is not None:
-                weight *= scale
-            out[..., block.rows, :] = weight @ value[:, :, None, block.keys]
+            weighted = (
+                sums[..., : value.shape[-1]] if scale is None else (weight * scale) @ value[:, :, None, block.keys]
+            )
+            normaliser[..., block.rows] = total.squeeze(-1).log() + maximum[:, :, 0, ..., 0]
+            out[..., block.rows, :] = weighted / total.masked_fill(total == 0, 1.0)
     return out, normaliser
 
 

@@ -20,26 +20,29 @@ from mgk.ops.problem import MixtureProblem
 
 def attention(problem: MixtureProblem) -> Tensor:
     """``out[i] = sum_j weight[i,j] v_j``, ``[B, H, Nq, Dv]``."""
-    weight = F.dropout(weights(problem), problem.dropout_p)
+    weight, _ = _unnormalised_weights(problem)
     value = problem.value.to(weight.dtype).repeat_interleave(problem.group_size, dim=1)
-    return (weight @ value).to(problem.query.dtype)
+    # The normaliser is one more value, the constant 1: summed in the same order, it makes rows sum to one exactly. (The
+    # width is a multiple of 16 because matrix kernels sum the columns of an incomplete tile in another order.)
+    sums = weight @ F.pad(value, (0, 16 - value.shape[-1] % 16), value=1.0)
+    total = sums[..., -1:]
+    weighted = sums[..., : value.shape[-1]] if problem.dropout_p == 0 else F.dropout(weight, problem.dropout_p) @ value
+    return (weighted / total.masked_fill(total == 0, 1.0)).to(problem.query.dtype)
 
 
 def weights(problem: MixtureProblem) -> Tensor:
     """``weight[i,j]``, ``[B, H, Nq, Nk]``. A row without a visible key is zero."""
-    logit = _component_logits(problem)
-    if problem.assignment == "hard":
-        logit = logit.amax(dim=2, keepdim=True)
-    joint, total, _ = _joint_softmax(logit)
-    return joint.sum(dim=2) / total.masked_fill(total == 0, 1.0)
+    weight, _ = _unnormalised_weights(problem)
+    total = weight.sum(dim=-1, keepdim=True)
+    return weight / total.masked_fill(total == 0, 1.0)
 
 
 def log_normaliser(problem: MixtureProblem) -> Tensor:
     """``log sum_j sum_r prior[r] exp(similarity)``, ``[B, H, Nq]``, -inf for a row without a visible key."""
-    _, total, row_maximum = _joint_softmax(_component_logits(problem))
+    weight, maximum = _unnormalised_weights(problem)
+    total = weight.sum(dim=-1)
     empty = total == 0
-    log_total = total.masked_fill(empty, 1.0).log() + row_maximum
-    return log_total.masked_fill(empty, -math.inf)[..., 0]
+    return (total.masked_fill(empty, 1.0).log() + maximum).masked_fill(empty, -math.inf)
 
 
 def responsibility_sums(problem: MixtureProblem) -> Tensor:
@@ -50,6 +53,20 @@ def responsibility_sums(problem: MixtureProblem) -> Tensor:
     seen = logit.amax(dim=2, keepdim=True) > -math.inf
     posterior = torch.softmax(logit.masked_fill(~seen, 0.0), dim=2).masked_fill(~seen, 0.0)
     return posterior.unflatten(1, (-1, problem.group_size)).sum(dim=(0, 2, 4, 5))
+
+
+def _unnormalised_weights(problem: MixtureProblem) -> tuple[Tensor, Tensor]:
+    """``sum_r exp(logit - maximum)``, ``[B, H, Nq, Nk]``, and the row maximum, ``[B, H, Nq]``.
+
+    One maximum over keys and components together: nesting log-sum-exp inside softmax would meet -inf minus -inf. It
+    cancels in every result, so it is a constant for autograd.
+    """
+    logit = _component_logits(problem)
+    if problem.assignment == "hard":
+        logit = logit.amax(dim=2, keepdim=True)
+    maximum = logit.detach().amax(dim=(2, 4))
+    maximum = maximum.masked_fill(maximum == -math.inf, 0.0)
+    return (logit - maximum[:, :, None, :, None]).exp().sum(dim=2), maximum
 
 
 def _component_logits(problem: MixtureProblem) -> Tensor:
@@ -83,14 +100,3 @@ def _visible(problem: MixtureProblem) -> Tensor:
     if problem.attn_mask is not None:
         visible = visible & problem.attn_mask
     return visible
-
-
-def _joint_softmax(logit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """``exp(logit - maximum)``, its sum over (j, r), and the maximum; the last two ``[B, H, Nq, 1]``.
-
-    One maximum over keys and components together: nesting log-sum-exp inside softmax would meet -inf minus -inf.
-    """
-    maximum = logit.detach().amax(dim=(2, 4), keepdim=True)
-    maximum = maximum.masked_fill(maximum == -math.inf, 0.0)
-    joint = (logit - maximum).exp()
-    return joint, joint.sum(dim=(2, 4))[..., None], maximum[:, :, 0]

@@ -26,6 +26,9 @@ from mgk.ops.problem import MixtureProblem
 # Where the spread of u over components plus that of w exceeds this, A_ir B_jr can underflow in every component at once.
 FACTORED_SPREAD = 60.0
 
+# Devices on which mixtures of half-precision inputs are attended in fp32.
+FLOAT32_DEVICES = ("cpu",)
+
 # Height of a block of queries under a causal mask that the stock kernels cannot express.
 CAUSAL_BLOCK = 256
 
@@ -56,8 +59,7 @@ def attention(problem: MixtureProblem) -> Tensor:
         problem = problem._replace(shift=None, log_prior=None)
     elif problem.assignment == "hard":
         problem = problem._replace(log_prior=None)
-    if isinstance(problem.variance, Tensor) and dtype != problem.compute_dtype:
-        # k / variance_r is not a half-precision number, and must not be rounded to one.
+    if dtype != problem.compute_dtype and _needs_float32(problem):
         query, key, value = (tensor.float() for tensor in (problem.query, problem.key, problem.value))
         problem = problem._replace(query=query, key=key, value=value)
 
@@ -75,6 +77,18 @@ def _is_plain_softmax(problem: MixtureProblem) -> bool:
     per_position_prior = problem.log_prior is not None and problem.log_prior.shape[-1] > 1
     one_key = problem.key.shape[2] == 1
     return problem.similarity == "dot" and problem.shares_variance and one_key and not per_position_prior
+
+
+def _needs_float32(problem: MixtureProblem) -> bool:
+    """Whether half-precision inputs are attended in fp32.
+
+    ``k / variance_r`` is not a half-precision number and must not be rounded to one. And the CPU kernels accumulate
+    half-precision gradients in half precision, for which they are hardly faster (bf16) or many times slower (fp16).
+    """
+    if isinstance(problem.variance, Tensor):
+        return True
+    stock_alone = _is_plain_softmax(problem) and problem.key_mask is None
+    return problem.query.device.type in FLOAT32_DEVICES and not stock_alone
 
 
 def _flattened_projected(problem: MixtureProblem) -> Tensor:
@@ -122,35 +136,57 @@ def _shifted(problem: MixtureProblem) -> Tensor:
     if problem.log_prior is not None:
         w = w + variance * problem.log_prior.mT
 
-    if _factored_is_safe(problem, u, w):
-        return _factored(problem, query, key, bias, u, w)
-    # Flattened: component r of key j carries a one-hot column that picks u_ir. Column 0 is the same for every key.
+    unsafe = _rows_too_wide_to_factor(problem, u, w)
+    if unsafe is None or bool(unsafe.all()):
+        return _flattened_shifted(problem, query, key, bias, u, w)
+    out = _factored(problem, query, key, bias, u.masked_fill(unsafe[..., None], 0.0), w)
+    if bool(unsafe.any()):
+        out = torch.where(unsafe[..., None], _flattened_shifted(problem, query, key, bias, u, w), out)
+    return out
+
+
+def _flattened_shifted(
+    problem: MixtureProblem, query: Tensor, key: Tensor, bias: Tensor | None, u: Tensor, w: Tensor
+) -> Tensor:
+    """Component r of key j carries a one-hot column that picks u_ir - u_i0; u_i0 is the same for every key."""
+    components = w.shape[-1]
     bias = w if bias is None else w + bias[..., None]
-    one_hot = torch.eye(shift.shape[1], dtype=w.dtype, device=w.device)[:, 1:].expand(*w.shape, -1)
     columns: list[tuple[Tensor | None, Tensor]] = [(None, bias.flatten(2))]
-    for r in range(1, shift.shape[1]):
-        columns.append((u[..., r] - u[..., 0], one_hot[..., r - 1].flatten(2)))
-    repeated = key.repeat_interleave(shift.shape[1], dim=2)
-    return _attend(problem, query, repeated, problem.value, columns, 1.0 / variance)
+    one_hot = torch.eye(components, dtype=w.dtype, device=w.device)
+    for r in range(1, components):
+        columns.append((u[..., r] - u[..., 0], one_hot[r].expand(w.shape).flatten(2)))
+    key = key.repeat_interleave(components, dim=2)
+    return _attend(problem, query, key, problem.value, columns, 1.0 / float(problem.variance))
 
 
-def _factored_is_safe(problem: MixtureProblem, u: Tensor, w: Tensor) -> bool:
-    """Whether A and B keep their digits. Reads two numbers, so only where that stalls no device and breaks no graph.
+def _rows_too_wide_to_factor(problem: MixtureProblem, u: Tensor, w: Tensor) -> Tensor | None:
+    """bool ``[B, H, Nq]``: rows for which some ``sum_r A_ir B_jr`` may underflow. ``None`` where it cannot be asked.
 
-    Never in half precision: rounding ``B_jr v_j`` costs the gradient of the key more than the flattened form does.
+    A row is judged by the keys it can see, so that later tokens leave the bits of earlier rows alone. The answer is
+    read on the host: only where that stalls no device and breaks no graph. Never in half precision, where rounding
+    ``B_jr v_j`` would cost the gradient of the key more digits than the flattened form does.
     """
     if problem.query.dtype != problem.compute_dtype or u.device.type != "cpu" or torch.compiler.is_compiling():
-        return False
+        return None
     with torch.no_grad():
-        spread = sum((x.amax(-1) - x.amin(-1)).amax() for x in (u, w))
-        return bool(spread <= FACTORED_SPREAD * float(problem.variance))
+        spread_u = u.amax(-1) - u.amin(-1)
+        spread_w = (w.amax(-1) - w.amin(-1)).nan_to_num(0.0, posinf=math.inf)
+        if problem.key_mask is not None:
+            spread_w = spread_w.masked_fill(~problem.key_mask[:, None], 0.0)
+        if problem.is_causal:
+            last_visible = torch.arange(u.shape[2]) + problem.causal_offset
+            widest = spread_w.cummax(dim=-1).values[..., last_visible.clamp(min=0)]
+        else:
+            widest = spread_w.amax(dim=-1, keepdim=True)
+        widest = widest.repeat_interleave(problem.group_size, dim=1)
+        return spread_u + widest > FACTORED_SPREAD * float(problem.variance)
 
 
 def _factored(problem: MixtureProblem, query: Tensor, key: Tensor, bias: Tensor | None, u: Tensor, w: Tensor) -> Tensor:
     inverse_variance = 1.0 / float(problem.variance)
     # The maxima cancel in the quotient below, so they are constants for autograd.
     u = u - u.detach().amax(-1, keepdim=True)
-    w_maximum = w.detach().amax(-1, keepdim=True)
+    w_maximum = w.detach().amax(-1, keepdim=True).clamp(min=MASKED[w.dtype])
     a, b = (u * inverse_variance).exp(), ((w - w_maximum) * inverse_variance).exp()
 
     value = torch.cat([problem.value, problem.value.new_ones(*problem.value.shape[:-1], 1)], dim=-1)
@@ -245,7 +281,12 @@ def _attend(
     columns = [(on_query, on_key.clamp(min=MASKED[query.dtype])) for on_query, on_key in columns]
     query, key = _append_columns(query, key, columns)
 
-    width = max(query.shape[-1], value_dim)
+    # One more value, the constant 1, sums in the order of the others: dividing by it makes rows sum to one exactly.
+    # Half precision would round that sum; plain softmax is left to the stock kernel.
+    sums_to_one = bool(columns) and problem.dropout_p == 0 and query.dtype == problem.compute_dtype
+    if sums_to_one:
+        value = F.pad(value, (0, 1), value=1.0)
+    width = max(query.shape[-1], value.shape[-1])
     if columns or width != value_dim:
         width = -(-width // 8) * 8
     query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
@@ -269,6 +310,9 @@ def _attend(
         out = _causal_in_blocks(stock, query, key, value, repeat)
     if group > 1 and not masked_by_pair:
         out = out.unflatten(2, (group, num_queries)).flatten(1, 2)
+    if sums_to_one:
+        total = out[..., value_dim : value_dim + 1].detach()
+        return out[..., :value_dim] / total.masked_fill(total == 0, 1.0)
     return out[..., :value_dim]
 
 

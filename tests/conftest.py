@@ -1,0 +1,34 @@
+"""Settings that hold for every test."""
+
+import os
+
+import pytest
+import torch
+
+# Two workers share two cores.
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The CPU, or whatever MGK_TEST_DEVICE names: the same tests run on a GPU."""
+    return torch.device(os.environ.get("MGK_TEST_DEVICE", "cpu"))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(20220717)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uninitialised memory holds NaN, so that reading any of it shows."""
+    new_empty, empty_like = torch.Tensor.new_empty, torch.empty_like
+
+    def poison(tensor: torch.Tensor) -> torch.Tensor:
+        return (
+            tensor.fill_(float("nan")) if tensor.is_floating_point() and not torch.compiler.is_compiling() else tensor
+        )
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **kwargs: poison(new_empty(*args, **kwargs)))
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: poison(empty_like(*args, **kwargs)))
