@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
 import mgk
+
+DEVICE = torch.device(os.environ.get("MGK_TEST_DEVICE", "cpu"))
+"""The CPU, or whatever MGK_TEST_DEVICE names: the same tests run on a GPU."""
 
 BACKENDS = ("reference", "chunked", "sdpa")
 KINDS = ("projected", "shifted")
@@ -80,7 +85,7 @@ def with_gradients(inputs: dict, grad: Tensor, backend: str | None = None, funct
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
     """Relative root mean square error; NaN never passes a comparison."""
-    got, expected = got.double(), expected.double()
+    got, expected = got.detach().double(), expected.detach().double()
     scale = expected.square().mean().sqrt()
     error = (got - expected).square().mean().sqrt()
     return float(error / scale) if scale > 0 else float(error)

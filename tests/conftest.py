@@ -1,9 +1,8 @@
 """Settings that hold for every test."""
 
-import os
-
 import pytest
 import torch
+from cases import DEVICE
 
 # Two workers share two cores.
 torch.set_num_threads(1)
@@ -11,8 +10,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture
 def device() -> torch.device:
-    """The CPU, or whatever MGK_TEST_DEVICE names: the same tests run on a GPU."""
-    return torch.device(os.environ.get("MGK_TEST_DEVICE", "cpu"))
+    return DEVICE
 
 
 @pytest.fixture(autouse=True)

@@ -82,7 +82,7 @@ class EMPrior(nn.Module):
             return out
         tensors = {name: option for name, option in options.items() if isinstance(option, Tensor)}
         settings = {name: option for name, option in options.items() if not isinstance(option, Tensor)}
-        return _GatherResponsibilities.apply(out, self._probe, query, key, tuple(tensors), settings, *tensors.values())  # type: ignore[no-any-return]
+        return _GatherResponsibilities.apply(out, self._probe, query, key, tuple(tensors), settings, *tensors.values())
 
     def gathered(self) -> Tensor:
         """Sum of responsibilities since the last update, ``[Hkv, M]``."""

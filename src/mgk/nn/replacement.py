@@ -134,7 +134,6 @@ def _replacement(
         name, old.embed_dim, num_heads or old.num_heads, head_dim=head_dim or old.head_dim, **settings
     )
     new.to(device=old.out_proj.weight.device, dtype=old.out_proj.weight.dtype)
-    new.train(old.training)
 
     old_state = {"out_proj.weight": old.out_proj.weight, "out_proj.bias": old.out_proj.bias}
     for packed_name, packed in (("weight", old.in_proj_weight), ("bias", old.in_proj_bias)):
@@ -146,7 +145,7 @@ def _replacement(
             before = old_state.get(parameter_name)
             if before is not None and before.shape == parameter.shape:
                 parameter.copy_(before)
-    return MultiheadMixtureAttention(new, batch_first=old.batch_first)
+    return MultiheadMixtureAttention(new, batch_first=old.batch_first).train(old.training)
 
 
 def _keep(name: str, mask: Tensor | None) -> Tensor | None:

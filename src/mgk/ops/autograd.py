@@ -28,7 +28,7 @@ class _FirstOrderOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Tensor:
-        return _RefuseSecondOrder.apply(grads[0])  # type: ignore[no-any-return]
+        return _RefuseSecondOrder.apply(grads[0])
 
 
 class _RefuseSecondOrder(torch.autograd.Function):
@@ -49,11 +49,11 @@ def with_zero_gradients(out: Tensor, *inputs: Tensor | None) -> Tensor:
     connected = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
     if not connected or not torch.is_grad_enabled():
         return out
-    return _ZeroGradients.apply(out, *connected)  # type: ignore[no-any-return]
+    return _ZeroGradients.apply(out, *connected)
 
 
 def first_order_only(tensor: Tensor) -> Tensor:
     """``tensor``, whose gradient refuses to be differentiated again, and says why."""
     if torch.compiler.is_compiling() or not tensor.requires_grad or not torch.is_grad_enabled():
         return tensor
-    return _FirstOrderOnly.apply(tensor)  # type: ignore[no-any-return]
+    return _FirstOrderOnly.apply(tensor)

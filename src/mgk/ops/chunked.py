@@ -106,7 +106,7 @@ def _grouped_mask(problem: MixtureProblem) -> Tensor | None:
 class _Block(NamedTuple):
     """One block of queries and the prefix of keys that it can see."""
 
-    index: int
+    number: int
     rows: slice
     keys: slice
 
@@ -115,10 +115,10 @@ def _blocks(query: Tensor, key: Tensor, is_causal: bool) -> Iterator[_Block]:
     batch, kv_heads, group, num_queries, _ = query.shape
     components, num_keys = key.shape[2], key.shape[3]
     height = max(MINIMUM_ROWS, BLOCK_ELEMENTS // max(1, batch * kv_heads * group * components * num_keys))
-    for index, start in enumerate(range(0, num_queries, height)):
+    for number, start in enumerate(range(0, num_queries, height)):
         stop = min(start + height, num_queries)
         visible = max(0, min(num_keys, stop + num_keys - num_queries)) if is_causal else num_keys
-        yield _Block(index, slice(start, stop), slice(0, visible))
+        yield _Block(number, slice(start, stop), slice(0, visible))
 
 
 def _block_logits(
@@ -149,7 +149,7 @@ def _dropout_scale(seed: Tensor | None, dropout_p: float, block: _Block, like: T
     """``0`` or ``1 / (1 - p)`` for each (i, j): the same numbers in forward and backward."""
     if seed is None:
         return None
-    generator = torch.Generator(like.device).manual_seed(int(seed) + block.index)
+    generator = torch.Generator(like.device).manual_seed(int(seed) + block.number)
     kept = torch.rand(like.shape, dtype=like.dtype, device=like.device, generator=generator) >= dropout_p
     return kept.to(like.dtype) / (1.0 - dropout_p)
 
@@ -283,10 +283,11 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_normaliser: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors  # once: activation checkpointing frees them as they are read
+    has_row = saved[5] is not None
     grad_query, grad_key, grad_column, grad_row, grad_value = _chunked_attention_backward(
-        grad_out, grad_normaliser, *ctx.saved_tensors, *ctx.options
+        grad_out, grad_normaliser, *saved, *ctx.options
     )
-    has_row = ctx.saved_tensors[5] is not None
     return grad_query, grad_key, grad_column, grad_row if has_row else None, grad_value, *[None] * 5
 
 

@@ -103,6 +103,7 @@ def _flattened_projected(problem: MixtureProblem) -> Tensor:
 def _flattened_unequal(problem: MixtureProblem) -> Tensor:
     """All components as separate keys, each divided by its own variance. fp32 or fp64 only."""
     inverse_variance = problem.inverse_variance()
+    assert isinstance(inverse_variance, Tensor)
     query, key = problem.centred()
     key = problem.component_keys(key)
     bias = key.new_zeros(key.shape[:-1])

@@ -200,7 +200,9 @@ def _canonical_variance(
 ) -> float | Tensor:
     if variance is None:
         return math.sqrt(query.shape[-1])
-    if isinstance(variance, (int, float)) and not isinstance(variance, bool):
+    if isinstance(variance, bool):
+        raise TypeError("variance must be a number or a tensor, got bool")
+    if isinstance(variance, (int, float)):
         if not 0.0 < variance < math.inf:
             raise ValueError(f"variance must be positive and finite, got {variance}")
         return float(variance)
