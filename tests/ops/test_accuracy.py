@@ -14,7 +14,7 @@ SETTINGS = [
     {"variance": "component"},
     {"is_causal": True},
     {"assignment": "hard"},
-    {"heads": 4, "kv_heads": 2, "is_causal": True, "keys": 300},
+    {"heads": 16, "is_causal": True, "keys": 150},
 ]
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -22,7 +22,9 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def case(kind, dtype, offset, settings, device):
-    return make_inputs(kind=kind, queries=257, dim=32, offset=offset, dtype=dtype, device=device, **settings)
+    """Eight key heads: the gradient of one head's prior may cancel to nothing, that of eight has a scale."""
+    settings = {"heads": 8, "kv_heads": 8, **settings, "batch": 1}
+    return make_inputs(kind=kind, queries=129, dim=32, offset=offset, dtype=dtype, device=device, **settings)
 
 
 def cannot(backend, settings):

@@ -74,8 +74,12 @@ def test_cases_meet_every_affordable_pair_of_levels():
 def test_odd_shapes(backend, index, device):
     inputs = make_inputs(batch=1, heads=1, device=device, **CASES[index])
     exact = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-    cap = OUTPUT_CAP[inputs["query"].dtype]
-    assert relative_error(attend(inputs, backend), attend(exact, "reference")) <= cap
+    got, expected = attend(inputs, backend).double(), attend(exact, "reference")
+    # A single output may cancel to nearly zero: the honest scale is that of the sum of magnitudes.
+    scale = torch.maximum(
+        expected.square().mean(), 0.1 * attend({**exact, "value": exact["value"].abs()}).square().mean()
+    )
+    assert (got - expected).square().mean().sqrt() <= OUTPUT_CAP[inputs["query"].dtype] * scale.sqrt()
 
 
 def storage_offset(tensor):

@@ -216,7 +216,8 @@ class MixtureAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             if shift is not None:
                 k, shift = k[:, :, None] + shift.to(k.dtype)[:, :, None, :], None
-            q, k = self.q_norm(q), self.k_norm(k)
+            # Under autocast the projections are in half precision, but the gains are not.
+            q, k = self.q_norm(q.to(self.q_norm.weight.dtype)), self.k_norm(k.to(self.k_norm.weight.dtype))
         return q, k, shift
 
     def extra_repr(self) -> str:

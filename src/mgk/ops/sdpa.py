@@ -38,8 +38,11 @@ SPLIT_FACTORS = {torch.bfloat16: (1.0, 1.0, 1.0), torch.float16: (2.0**11, 1.0, 
 # Mantissa bits of fp32 that survive in the half type, as a mask over its int32 pattern.
 SPLIT_BITS = {torch.bfloat16: -(1 << 16), torch.float16: -(1 << 13)}
 
-# Stands for -inf in a bias column: far below any logit, yet finite, since 0 * inf would be NaN in backward.
-MASKED = {torch.float64: -1e30, torch.float32: -1e30, torch.bfloat16: -1e30, torch.float16: -60000.0 * 2.0**11}
+# The lowest a bias column may go: finite, since 0 * inf would be NaN in backward.
+LOWEST = {torch.float64: -1e30, torch.float32: -1e30, torch.bfloat16: -1e30, torch.float16: -60000.0 * 2.0**11}
+
+# How far below every logit that counts a masked key lies: exp(-1000) is 0 even in fp64.
+MASKED_MARGIN = 1000.0
 
 
 def unsupported(problem: MixtureProblem) -> str | None:
@@ -54,6 +57,9 @@ def unsupported(problem: MixtureProblem) -> str | None:
 def attention(problem: MixtureProblem) -> Tensor:
     """``[B, H, Nq, Dv]``"""
     dtype = problem.query.dtype
+    if problem.log_prior is not None and problem.log_prior.shape[-1] == 1:
+        # Exact, since only ratios of priors count; it keeps rounding errors out of the gradient's irrelevant direction.
+        problem = problem._replace(log_prior=problem.log_prior.log_softmax(dim=1))
     if _is_plain_softmax(problem):
         # u_ir does not depend on j: shifts and priors change no weight (softmax-smgk IS softmax).
         problem = problem._replace(shift=None, log_prior=None)
@@ -187,7 +193,7 @@ def _factored(problem: MixtureProblem, query: Tensor, key: Tensor, bias: Tensor 
     inverse_variance = 1.0 / float(problem.variance)
     # The maxima cancel in the quotient below, so they are constants for autograd.
     u = u - u.detach().amax(-1, keepdim=True)
-    w_maximum = w.detach().amax(-1, keepdim=True).clamp(min=MASKED[w.dtype])
+    w_maximum = w.detach().amax(-1, keepdim=True).clamp(min=LOWEST[w.dtype])
     a, b = (u * inverse_variance).exp(), ((w - w_maximum) * inverse_variance).exp()
 
     value = torch.cat([problem.value, problem.value.new_ones(*problem.value.shape[:-1], 1)], dim=-1)
@@ -229,7 +235,7 @@ class _SplitColumn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, column: Tensor, dtype: torch.dtype) -> Tensor:
-        rest = column.clamp(MASKED[dtype], -MASKED[dtype])
+        rest = column.clamp(LOWEST[dtype], -LOWEST[dtype])
         parts = []
         for factor in SPLIT_FACTORS[dtype]:
             # Cut bits rather than cast down and up: a compiler may drop a round trip through half precision.
@@ -275,20 +281,23 @@ def _attend(
     group, num_queries, value_dim = problem.group_size, query.shape[2], value.shape[-1]
     if repeat > 1:
         value = value.repeat_interleave(repeat, dim=2)
-    if problem.key_mask is not None:
-        hidden = ~problem.key_mask.repeat_interleave(repeat, dim=1)[:, None]
-        bias = columns[0][1] if columns else torch.zeros_like(key[..., 0], dtype=problem.compute_dtype)
-        columns = [(None, bias.masked_fill(hidden, MASKED[query.dtype])), *columns[1:]]
-    columns = [(on_query, on_key.clamp(min=MASKED[query.dtype])) for on_query, on_key in columns]
+    hidden = _hidden_keys(problem)
+    if hidden is not None:
+        hidden = hidden.repeat_interleave(repeat, dim=-1)
+        bias = columns[0][1] if len(columns) > 0 else torch.zeros_like(key[..., 0], dtype=problem.compute_dtype)
+        columns = [(None, bias.masked_fill(hidden, 0.0)), *columns[1:]]
+        sentinel = _lowest_logit(query, key, columns) - MASKED_MARGIN / scale
+        columns[0] = (None, torch.where(hidden, sentinel, columns[0][1]))
+    columns = [(on_query, on_key.clamp(min=LOWEST[query.dtype])) for on_query, on_key in columns]
     query, key = _append_columns(query, key, columns)
 
     # One more value, the constant 1, sums in the order of the others: dividing by it makes rows sum to one exactly.
     # Half precision would round that sum; plain softmax is left to the stock kernel.
-    sums_to_one = bool(columns) and problem.dropout_p == 0 and query.dtype == problem.compute_dtype
+    sums_to_one = len(columns) > 0 and problem.dropout_p == 0 and query.dtype == problem.compute_dtype
     if sums_to_one:
         value = F.pad(value, (0, 1), value=1.0)
     width = max(query.shape[-1], value.shape[-1])
-    if columns or width != value_dim:
+    if len(columns) > 0 or width != value_dim:
         width = -(-width // 8) * 8
     query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
 
@@ -315,6 +324,33 @@ def _attend(
         total = out[..., value_dim : value_dim + 1].detach()
         return out[..., :value_dim] / total.masked_fill(total == 0, 1.0)
     return out[..., :value_dim]
+
+
+def _hidden_keys(problem: MixtureProblem) -> Tensor | None:
+    """bool, broadcastable to ``[B, Hkv, Nk]``: masked keys, and positions whose prior is zero in every component."""
+    hidden = None if problem.key_mask is None else ~problem.key_mask[:, None]
+    if problem.log_prior is not None and problem.log_prior.shape[-1] > 1:
+        dead = (problem.log_prior == -math.inf).all(dim=1)[None]
+        hidden = dead if hidden is None else hidden | dead
+    return hidden
+
+
+@torch.no_grad()
+def _lowest_logit(query: Tensor, key: Tensor, columns: list[tuple[Tensor | None, Tensor]]) -> Tensor:
+    """A lower bound of ``q . k + columns`` over all pairs, one number.
+
+    A stand-in for -inf must lie below it, but not absurdly: kernels compare logits of a row with that row's normaliser,
+    rounded differently, and where a row sees stand-ins alone a difference of 1e30's last digits would overflow.
+    """
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    bound = (
+        -torch.linalg.vector_norm(query, dim=-1, dtype=dtype).amax()
+        * torch.linalg.vector_norm(key, dim=-1, dtype=dtype).amax()
+    )
+    for on_query, on_key in columns:
+        finite = on_key.masked_fill(on_key == -math.inf, 0.0)
+        bound = bound - finite.abs().amax() * (1.0 if on_query is None else on_query.abs().amax())
+    return bound
 
 
 def _causal_in_blocks(stock: Any, query: Tensor, key: Tensor, value: Tensor, repeat: int) -> Tensor:
@@ -361,7 +397,10 @@ def _visible_pairs(problem: MixtureProblem) -> Tensor:
 
 def _zero_empty_rows(problem: MixtureProblem, out: Tensor) -> Tensor:
     """Rows that see no key attended to stand-ins; their output, and with it their gradient, is zero."""
-    alive = _alive_keys(problem)
+    hidden = _hidden_keys(problem)
+    alive = None if hidden is None else ~hidden
+    if alive is not None and alive.shape[1] > 1:
+        alive = alive.repeat_interleave(problem.group_size, dim=1)
     num_queries, num_keys = problem.query.shape[2], problem.key.shape[3]
     if problem.attn_mask is not None:
         visible = _visible_pairs(problem)
@@ -378,12 +417,3 @@ def _zero_empty_rows(problem: MixtureProblem, out: Tensor) -> Tensor:
     else:
         return out
     return out.masked_fill(~seen[..., None], 0.0)
-
-
-def _alive_keys(problem: MixtureProblem) -> Tensor | None:
-    """bool ``[B, 1 or H, Nk]``: keys that are neither masked nor given a prior of zero in every component."""
-    alive = None if problem.key_mask is None else problem.key_mask[:, None]
-    if problem.log_prior is not None and problem.log_prior.shape[-1] > 1:
-        positive = (problem.log_prior > -math.inf).any(dim=1).repeat_interleave(problem.group_size, dim=0)[None]
-        alive = positive if alive is None else alive & positive
-    return alive
