@@ -129,3 +129,14 @@ def test_rows_switch_one_by_one_between_the_factored_and_the_flattened_form(is_c
     assert relative_error(got["query"][:, :, near], expected["query"][:, :, near]) < 2e-5
     for name in ("key", "value"):
         assert relative_error(got[name], expected[name]) < 1e-3, name
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_queries_far_from_every_key(kind, dtype, device):
+    """Rows whose logits are all far below zero: kernels that touch a tail of zeros would overflow in backward."""
+    inputs = make_inputs(kind=kind, queries=7, keys=40, dim=4, variance=0.1, dtype=dtype, device=device)
+    inputs["key"] = inputs["key"] + 9.0
+    out, gradients = with_gradients(inputs, torch.randn_like(inputs["query"]), "sdpa")
+    assert relative_error(out, oracle.attention(inputs)) <= OUTPUT_CAP[dtype]
+    assert all(gradient.isfinite().all() for gradient in gradients.values())

@@ -20,11 +20,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mgk.ops.problem import MixtureProblem
 
 # Where the spread of u over components plus that of w exceeds this, A_ir B_jr can underflow in every component at once.
 FACTORED_SPREAD = 60.0
+
+# cuDNN's backward gives NaN where all logits of a row lie below -88 and the keys do not fill its last tile: it
+# exponentiates the tail, whose logits are 0, before it masks it. Dot products rarely go there; distances do.
+CUDA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 # Devices on which mixtures of half-precision inputs are attended in fp32.
 FLOAT32_DEVICES = ("cpu",)
@@ -308,7 +313,11 @@ def _attend(
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
 
     def stock(query: Tensor, key: Tensor, value: Tensor, **mask: Any) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, dropout_p=problem.dropout_p, scale=scale, **mask)
+        options = {"dropout_p": problem.dropout_p, "scale": scale, **mask}
+        if query.device.type != "cuda" or len(columns) == 0:
+            return F.scaled_dot_product_attention(query, key, value, **options)
+        with sdpa_kernel(CUDA_KERNELS):
+            return F.scaled_dot_product_attention(query, key, value, **options)
 
     if problem.attn_mask is not None:
         out = stock(query, key, value, attn_mask=_pair_mask(problem, repeat))
