@@ -17,7 +17,7 @@ from torch import Tensor
 
 import mgk
 
-LARGEST_ERROR = 1e-5
+LARGEST_ERROR = 1e-3  # gradients of priors cancel; outputs and the other gradients are near 1e-6
 
 
 def inputs(preset: str, batch: int, heads: int, tokens: int, head_dim: int) -> dict[str, Tensor]:
@@ -33,25 +33,34 @@ def inputs(preset: str, batch: int, heads: int, tokens: int, head_dim: int) -> d
     return {name: tensor.requires_grad_() for name, tensor in tensors.items()}
 
 
-def attention(preset: str, is_causal: bool) -> Callable[[dict[str, Tensor]], Tensor]:
+def attention(preset: str, is_causal: bool, backend: str) -> Callable[[dict[str, Tensor]], Tensor]:
     if preset == "softmax":
         return lambda tensors: call(F.scaled_dot_product_attention, tensors, is_causal=is_causal)
-    return lambda tensors: call(mgk.mixture_attention, tensors, is_causal=is_causal, backend="sdpa")
+    return lambda tensors: call(mgk.mixture_attention, tensors, is_causal=is_causal, backend=backend)
 
 
 def call(function: Callable[..., Tensor], tensors: dict[str, Tensor], **options: object) -> Tensor:
     return function(**tensors, **options)
 
 
-def error(preset: str, is_causal: bool, tensors: dict[str, Tensor]) -> float:
-    """Relative error against the fp64 reference on a slice of the inputs."""
-    few = {name: t.detach()[:1] if name in ("query", "key", "value") else t.detach() for name, t in tensors.items()}
-    few = {name: t[..., :512, :] if name in ("query", "key", "value") else t for name, t in few.items()}
-    exact = {name: t.double() for name, t in few.items()}
+def error(preset: str, is_causal: bool, backend: str, tensors: dict[str, Tensor]) -> float:
+    """Largest relative error of output and gradients against the fp64 reference, on a slice of the inputs."""
+    data = ("query", "key", "value")
+    few = {name: t.detach()[:1, ..., :512, :] if name in data else t.detach() for name, t in tensors.items()}
     similarity = "dot" if preset == "softmax" else "gaussian"
-    expected = call(mgk.mixture_attention, exact, is_causal=is_causal, similarity=similarity, backend="reference")
-    got = attention(preset, is_causal)(few)
-    return float((got - expected).norm() / expected.norm())
+    grad = torch.randn_like(few["value"])
+
+    def results(function: Callable[[dict[str, Tensor]], Tensor], dtype: torch.dtype) -> list[Tensor]:
+        leaves = {name: t.to(dtype).requires_grad_() for name, t in few.items()}
+        out = function(leaves)
+        return [out, *torch.autograd.grad(out, list(leaves.values()), grad.to(dtype))]
+
+    got = results(attention(preset, is_causal, backend), torch.float32)
+    expected = results(
+        lambda t: call(mgk.mixture_attention, t, is_causal=is_causal, similarity=similarity, backend="reference"),
+        torch.float64,
+    )
+    return max(float((x - y).norm() / y.norm()) for x, y in zip(got, expected, strict=True))
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -66,10 +75,10 @@ def compare(arguments: argparse.Namespace, is_causal: bool) -> None:
     runs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {}
     for preset, count in heads.items():
         tensors = inputs(preset, arguments.batch, count, arguments.tokens, arguments.head_dim)
-        found = error(preset, is_causal, tensors)
+        found = error(preset, is_causal, arguments.backend, tensors)
         if not found <= LARGEST_ERROR:
             raise SystemExit(f"{preset} is wrong by {found:.1e}: no times")
-        attend, grad = attention(preset, is_causal), torch.randn_like(tensors["value"])
+        attend, grad = attention(preset, is_causal, arguments.backend), torch.randn_like(tensors["value"])
         leaves = list(tensors.values())
 
         def forward(attend: Callable[..., Tensor] = attend, tensors: dict[str, Tensor] = tensors) -> None:
@@ -114,7 +123,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--head-dim", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--backend", default="auto", help="of the mixtures; softmax is always the stock kernel")
     arguments = parser.parse_args()
+    if arguments.heads < 2:
+        parser.error(f"--heads must be at least 2, got {arguments.heads}")
     torch.manual_seed(0)
     print("ratio = time of stock F.scaled_dot_product_attention / time of the row; training = forward + backward")
     for is_causal in (False, True):

@@ -77,7 +77,7 @@ def with_gradients(inputs: dict, grad: Tensor, backend: str | None = None, funct
         for name, tensor in inputs.items()
         if name in GRADIENTS and isinstance(tensor, Tensor)
     }
-    run = (lambda inputs: attend(inputs, backend)) if function is None else function
+    run = (lambda inputs: attend(inputs, backend or "auto")) if function is None else function
     out = run({**inputs, **leaves})
     out.backward(grad.to(out.dtype))
     return out.detach(), {name: leaf.grad for name, leaf in leaves.items()}

@@ -28,7 +28,7 @@ def test_import_needs_torch_only():
         "import sys, time, torch; before = set(sys.modules); start = time.perf_counter(); import mgk;"
         "print(time.perf_counter() - start, *sorted({name for name in sys.modules} - before))",
     ).split()
-    assert float(out[0]) < 1.0
+    assert float(out[0]) < 3.0
     assert not [name for name in out[1:] if name.startswith(heavy)]
 
 

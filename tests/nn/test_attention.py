@@ -149,6 +149,8 @@ def test_variances():
     assert LearnedVariance(2, 16, 2, (1, 3))().tolist() == [[4.0, pytest.approx(12.0)]] * 2
     layer = build("mgk", variance_scale=(1, 3)).to(torch.float64)
     assert layer.variance().dtype == torch.float64
+    assert layer.variance()[1].item() == 3 * math.sqrt(8)  # all the digits of fp64
+    assert layer.bfloat16().variance()[1].item() == pytest.approx(3 * math.sqrt(8), rel=1e-7)
     learned = build("mgk", learn_variance=True)
     with torch.no_grad():
         learned.variance.log_variance.fill_(-50.0)
@@ -232,8 +234,9 @@ BAD = [
     ({"variance_scale": (1, 2, 3)}, "variance_scale must be one number or 2, one per component, got 3"),
     ({"variance_scale": -1.0}, "variance_scale must be positive and finite, got -1.0"),
     ({"variance_scale": math.inf, "learn_variance": True}, "variance_scale must be positive and finite, got inf"),
-    ({"keys": "shifted", "shift_init_std": -1.0}, "init_std must not be negative, got -1.0"),
-    ({"prior": "em", "prior_momentum": 1.0}, "momentum must lie in [0, 1), got 1.0"),
+    ({"shift_init_std": -1.0}, "shift_init_std must be finite and not negative, got -1.0"),
+    ({"shift_init_std": math.inf}, "shift_init_std must be finite and not negative, got inf"),
+    ({"prior_momentum": 1.0}, "prior_momentum must lie in [0, 1), got 1.0"),
 ]
 
 
@@ -249,6 +252,9 @@ def test_bad_inputs_are_refused():
         layer(torch.zeros(2, 9, 23).double())
     with pytest.raises(ValueError, match=re.escape("key must have shape [B, N, 24], got [9, 24]")):
         layer(torch.zeros(2, 9, 24).double(), torch.zeros(9, 24).double())
+    x = torch.zeros(2, 9, 24).double()
+    with pytest.raises(ValueError, match=re.escape("value must have shape [B, N, 24], got [2, 9, 7]")):
+        layer(x, x, torch.zeros(2, 9, 7).double())
 
 
 def test_unknown_presets_are_refused():
@@ -287,3 +293,16 @@ def test_parameters_of_the_appendix():
     """Without biases and with W_O back to the model's width: 65,536 against 40,968."""
     assert count("softmax", 8, bias=False) == 65_536
     assert count("mgk", 4, bias=False) == 40_968
+
+
+def test_weight_decay_leaves_mixture_parameters_alone():
+    model = torch.nn.Sequential(build("smgk", learn_variance=True), torch.nn.LayerNorm(24), build("softmax"))
+    decayed, others = mgk.nn.parameter_groups(model, 0.1)
+    assert decayed["weight_decay"] == 0.1
+    assert others["weight_decay"] == 0.0
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    assert {names[p].split(".")[-2] for p in decayed["params"]} == {"q_proj", "k_proj", "v_proj", "out_proj"}
+    mixture = {names[p] for p in mgk.nn.mixture_parameters(model)}
+    assert mixture == {"0.keys.shift", "0.prior.logits", "0.variance.log_variance"}
+    assert mixture <= {names[p] for p in others["params"]}
+    assert len(decayed["params"]) + len(others["params"]) == len(names)

@@ -72,6 +72,25 @@ def test_only_valid_pairs_are_counted(is_causal):
     assert relative_error(again.prior.gathered(), layer.prior.gathered()) < 1e-12
 
 
+def test_self_attention_however_it_is_spelled():
+    """E2: layer(x, x, x) is self-attention too, and its padded queries count no more."""
+    layer = em_layer()
+    x = torch.randn(2, 11, 16).double()
+    mask = torch.arange(11) < torch.tensor([[11], [7]])
+    layer(x, x, x, key_mask=mask).sum().backward()
+    assert layer.prior.gathered().sum(-1) == pytest.approx(torch.full((2,), 11.0**2 + 7**2), rel=1e-6)
+
+
+def test_the_running_prior_stays_in_fp32():
+    """In bf16 a momentum near one would round every update away."""
+    prior = EMPrior(1, 2, momentum=0.995).bfloat16()
+    assert prior().dtype == torch.float32
+    for _ in range(2000):
+        prior.update(torch.tensor([[0.9, 0.1]]))
+    assert prior().exp() == pytest.approx(torch.tensor([[0.9, 0.1]]), abs=1e-3)
+    assert EMPrior(1, 2).double()().dtype == torch.float64
+
+
 def test_cross_attention_counts_its_own_masks():
     layer = em_layer()
     x, context = torch.randn(2, 5, 16).double(), torch.randn(2, 7, 16).double()

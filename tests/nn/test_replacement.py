@@ -153,6 +153,33 @@ def test_what_cannot_be_replaced_is_refused():
             mgk.replace_attention(nn.Sequential(nn.MultiheadAttention(WIDTH, HEADS, **options)), "mgk")
 
 
+def test_an_error_leaves_the_model_as_it_was():
+    model = nn.Sequential(nn.MultiheadAttention(WIDTH, HEADS), nn.MultiheadAttention(WIDTH, HEADS, kdim=8))
+    with pytest.raises(ValueError, match="with kdim or vdim"):
+        mgk.replace_attention(model, "mgk")
+    assert all(isinstance(module, nn.MultiheadAttention) for module in model)
+    with pytest.raises(ValueError, match="as a child, got one itself"):
+        mgk.replace_attention(nn.MultiheadAttention(WIDTH, HEADS), "mgk")
+    with pytest.raises(ValueError, match="num_heads must be at least 1, got 0"):
+        mgk.replace_attention(nn.Sequential(nn.MultiheadAttention(WIDTH, HEADS)), "mgk", num_heads=0)
+
+
+def test_shared_attention_stays_shared():
+    shared = nn.MultiheadAttention(WIDTH, HEADS)
+    model = mgk.replace_attention(nn.ModuleDict({"a": nn.ModuleList([shared, shared]), "b": shared}), "smgk")
+    assert model["a"][0] is model["a"][1]
+    assert model["a"][0] is model["b"]
+
+
+def test_large_negative_numbers_mean_minus_infinity():
+    old = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dtype=torch.float64)
+    new = mgk.replace_attention(nn.ModuleList([copy.deepcopy(old)]), "softmax")[0]
+    x = inputs()
+    for low in (-1e9, torch.finfo(torch.float64).min):
+        mask = torch.zeros(LENGTH, LENGTH, dtype=torch.float64).masked_fill(torch.rand(LENGTH, LENGTH) > 0.7, low)
+        assert relative_error(new(x, x, x, attn_mask=mask)[0], old(x, x, x, attn_mask=mask)[0]) < 1e-12
+
+
 def test_masks_that_mean_nothing_here_are_refused():
     new = mgk.replace_attention(nn.ModuleList([nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)]), "mgk")[0]
     x = torch.randn(3, LENGTH, WIDTH)

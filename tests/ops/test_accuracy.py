@@ -58,8 +58,8 @@ def test_gradients(backend, kind, dtype, offset, settings, device):
     _, expected = with_gradients(exact, grad.double(), "reference")
     for name, gradient in got.items():
         cap = 2 * OUTPUT_CAP[dtype] if name in ("query", "key", "value") else PARAMETER_CAP[dtype]
-        # With hard assignment a near tie that rounding flips moves whole gradients, in any implementation.
-        if settings.get("assignment") == "hard":
+        # With hard assignment a tie that rounding flips moves a gradient from one key to another, whoever computes it.
+        if settings.get("assignment") == "hard" and name != "value":
             cap = max(cap, 2e-2)
         if expected[name].abs().max() > 0:
             assert relative_error(gradient, expected[name]) <= cap, name
@@ -97,6 +97,31 @@ def test_gradients_in_fp32_far_from_the_origin(backend, kind, offset, settings, 
     for name, gradient in got.items():
         cap = 2e-5 if name in ("query", "key", "value") else 1e-3
         assert relative_error(gradient, expected[name]) <= cap, name
+
+
+@every_backend
+@every_kind
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("which", ["key", "query"])
+def test_a_far_first_token_costs_nothing(backend, kind, dtype, which, device):
+    """Attention sinks: the origin of the centring must not follow a single outlier."""
+    inputs = make_inputs(kind=kind, queries=65, dim=32, dtype=dtype, device=device)
+    inputs[which][..., 0, :] *= 100.0
+    grad = torch.randn(*inputs["query"].shape, device=device).to(dtype)
+    out, got = with_gradients(inputs, grad, backend)
+    exact = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    expected_out, expected = with_gradients(exact, grad.double(), "reference")
+    assert relative_error(out[:, :, 1:], expected_out[:, :, 1:]) <= OUTPUT_CAP[dtype]
+    assert relative_error(got["query"][:, :, 1:], expected["query"][:, :, 1:]) <= 2 * OUTPUT_CAP[dtype]
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("offset", [0, 1, 4, 16])
+def test_mixtures_of_dot_products(backend, dtype, offset, device):
+    """One component is left to the stock kernel and is as good as that."""
+    inputs = case("projected", dtype, offset, {"similarity": "dot"}, device)
+    assert relative_error(attend(inputs, backend), oracle.attention(inputs)) <= OUTPUT_CAP[dtype]
 
 
 @every_kind
@@ -138,5 +163,6 @@ def test_queries_far_from_every_key(kind, dtype, device):
     inputs = make_inputs(kind=kind, queries=7, keys=40, dim=4, variance=0.1, dtype=dtype, device=device)
     inputs["key"] = inputs["key"] + 9.0
     out, gradients = with_gradients(inputs, torch.randn_like(inputs["query"]), "sdpa")
-    assert relative_error(out, oracle.attention(inputs)) <= OUTPUT_CAP[dtype]
+    # Logits near -2000 leave fp32 four digits behind the point.
+    assert relative_error(out, oracle.attention(inputs)) <= max(OUTPUT_CAP[dtype], 1e-4)
     assert all(gradient.isfinite().all() for gradient in gradients.values())

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from cases import make_inputs
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mgk
 
@@ -81,7 +82,7 @@ BAD = [
     ({"variance": torch.ones(3)}, ValueError, "shape [M] = [2] or [Hkv, M] = [2, 2], got [3]"),
     ({"variance": torch.ones(4, 2)}, ValueError, "shape [M] = [2] or [Hkv, M] = [2, 2], got [4, 2]"),
     ({"variance": True}, TypeError, "variance must be a number or a tensor, got bool"),
-    ({"variance": "1"}, TypeError, "variance must be a tensor, got str"),
+    ({"variance": "1"}, TypeError, "variance must be a number or a tensor, got str"),
     # 11 prior
     ({"log_prior": torch.tensor([0.0, NAN])}, ValueError, "log_prior must hold numbers below infinity, got NaN or inf"),
     ({"log_prior": torch.tensor([0.0, INF])}, ValueError, "log_prior must hold numbers below infinity, got NaN or inf"),
@@ -106,6 +107,7 @@ BAD = [
     # 16 dropout
     ({"dropout_p": 1.0}, ValueError, "dropout_p must lie in [0, 1), got 1.0"),
     ({"dropout_p": -0.1}, ValueError, "dropout_p must lie in [0, 1), got -0.1"),
+    ({"dropout_p": "a"}, TypeError, "dropout_p must be a number, got str"),
     ({"dropout_p": NAN}, ValueError, "dropout_p must lie in [0, 1), got nan"),
     # names
     ({"similarity": "cosine"}, ValueError, "similarity must be one of 'gaussian', 'dot', got 'cosine'"),
@@ -147,17 +149,36 @@ def test_statistics_refuse_unknown_names():
         call(mgk.mixture_responsibilities, reduction="none")
 
 
-def test_values_on_other_devices_are_inspected_only_when_asked(monkeypatch):
-    """The switch itself; the meta device stands for one whose values cannot be had for free."""
-    from mgk.ops import validation
+def test_numpy_numbers_are_numbers():
+    numpy = pytest.importorskip("numpy")
+    assert torch.equal(call(variance=numpy.float32(3.0)).isfinite(), torch.ones(2, 4, 5, 6, dtype=torch.bool))
 
-    tensor = torch.zeros(1)
-    assert validation.may_inspect_values(tensor)
-    assert not validation.may_inspect_values(torch.zeros(1, device="meta"))
+
+def test_values_on_other_devices_are_inspected_only_when_asked(device):
+    """Reading a number from a GPU waits for it; from a traced or fake tensor there is none to read."""
+    bad = torch.tensor([1.0, -1.0], device=device)
+    inputs = {name: tensor.to(device) for name, tensor in make_inputs(dtype=torch.float32).items()}
+    if device.type != "cpu":
+        mgk.mixture_attention(**inputs, variance=bad)
     mgk.debug_checks(True)
     try:
-        assert validation._debug_checks
+        with pytest.raises(ValueError, match="variance must be positive and finite, got values from -1 to 1"):
+            mgk.mixture_attention(**inputs, variance=bad)
     finally:
         mgk.debug_checks(False)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert not validation.may_inspect_values(tensor)
+
+
+@pytest.mark.parametrize("kind", ["projected", "shifted"])
+@pytest.mark.parametrize("backend", ["auto", "reference", "chunked", "sdpa"])
+def test_shapes_without_data(kind, backend):
+    """On the meta device and with fake tensors, as shape inference and FLOP counting use them."""
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = make_inputs(kind=kind, dtype=dtype, is_causal=True, value_dim=5, variance="component")
+        meta = {name: t.to("meta") if isinstance(t, torch.Tensor) else t for name, t in inputs.items()}
+        out = mgk.mixture_attention(**meta, backend=backend)
+        assert (out.shape, out.dtype, out.device.type) == ((2, 2, 19, 5), dtype, "meta")
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = {name: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for name, t in inputs.items()}
+            assert mgk.mixture_attention(**fake, backend=backend).shape == (2, 2, 19, 5)
+            fake.pop("variance")
+            assert mgk.mixture_attention(**fake, backend=backend).shape == (2, 2, 19, 5)

@@ -217,6 +217,22 @@ def test_hard_and_soft_weights_bound_each_other(kind, device):
     assert ratio.min() >= 1 / 3 - 1e-9
 
 
+@every_kind
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_hard_and_soft_normalisers_bound_each_other(kind, backend, device):
+    """P12 on logits, seen through one visible key: hard <= soft <= hard + log M with priors of one."""
+    inputs = make_inputs(kind=kind, components=3, prior=None, device=device)
+    inputs.pop("value")
+    hard = oracle.logits(inputs).amax(2)
+    for j in range(19):
+        one = torch.zeros(2, 19, dtype=torch.bool, device=device)
+        one[:, j] = True
+        ones = torch.zeros(3, dtype=torch.float64, device=device)
+        soft = mgk.mixture_log_density(**inputs, log_prior=ones, key_mask=one, backend=backend)
+        assert (soft >= hard[..., j] - 1e-9).all()
+        assert (soft <= hard[..., j] + math.log(3) + 1e-9).all()
+
+
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 def test_soft_becomes_hard_as_the_variance_shrinks(backend, device):
     """P12: with a gap between the nearest keys, so that no tie stays open."""
@@ -235,15 +251,17 @@ def test_soft_becomes_hard_as_the_variance_shrinks(backend, device):
 def test_causal_rows_do_not_know_the_future(backend, kind, components, assignment, dtype, device):
     """P13: changing later tokens leaves a row equal in every bit; row 0 is value 0."""
     inputs = make_inputs(
-        kind=kind, components=components, assignment=assignment, dtype=dtype, device=device, is_causal=True, queries=33
+        kind=kind, components=components, assignment=assignment, dtype=dtype, device=device, is_causal=True, queries=600
     )
+    inputs["key_mask"] = torch.rand(2, 600, device=device) > 0.1
+    inputs["key_mask"][:, 0] = True
     if backend == "sdpa" and assignment == "hard" and components > 1:
         pytest.skip("sdpa has no hard assignment")
     changed = {name: tensor.clone() if isinstance(tensor, torch.Tensor) else tensor for name, tensor in inputs.items()}
     for name in ("query", "key", "value"):
-        changed[name][..., 20:, :] = 7.0 * torch.randn_like(changed[name][..., 20:, :])
+        changed[name][..., 300:, :] = 7.0 * torch.randn_like(changed[name][..., 300:, :])
     before, after = attend(inputs, backend), attend(changed, backend)
-    assert torch.equal(before[:, :, :20], after[:, :, :20])
+    assert torch.equal(before[:, :, :300], after[:, :, :300])
     assert not torch.equal(before, after)
     first, value = before[:, :, 0].double(), inputs["value"][:, :, 0].double()
     assert (first - value).abs().max() <= 4 * torch.finfo(dtype).eps * value.abs().max()
@@ -291,6 +309,23 @@ def test_rows_without_a_key_are_zero(backend, kind, dtype, settings, side, devic
     density = mgk.mixture_log_density(inputs["query"], inputs["key"], **options)
     assert (density[~seen] == -math.inf).all()
     assert density[seen].isfinite().all()
+
+
+@every_backend
+@pytest.mark.parametrize("low", [-1e12, torch.finfo(torch.float32).min, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_tiny_priors_beside_masked_keys(backend, low, dtype, device):
+    """A masked key stays below every key that counts, however little that key counts."""
+    inputs = make_inputs(prior="position", dtype=dtype, device=device)
+    inputs["log_prior"] = torch.full_like(inputs["log_prior"], low)
+    inputs["log_prior"][:, :, :3] = 0.0
+    inputs["key_mask"] = torch.arange(19, device=device).expand(2, 19) >= 3
+    inputs["value"] = torch.ones_like(inputs["value"])
+    out = attend(inputs, backend)
+    expected = 1.0 if low == -1e12 else out.float().round()
+    assert (out - expected).abs().max() < 1e-2
+    if low == -math.inf:
+        assert (out == 0).all()
 
 
 @every_backend

@@ -82,6 +82,19 @@ def test_odd_shapes(backend, index, device):
     assert (got - expected).square().mean().sqrt() <= OUTPUT_CAP[inputs["query"].dtype] * scale.sqrt()
 
 
+@pytest.mark.parametrize("backend", ["chunked", "sdpa"])
+@pytest.mark.parametrize("index", [i for i, case in enumerate(CASES) if case["queries"] * case["keys"] <= 2**17])
+def test_odd_shapes_backward(backend, index, device):
+    inputs = make_inputs(batch=1, heads=2, kv_heads=1, device=device, **{**CASES[index], "dtype": torch.float32})
+    grad = torch.randn(*inputs["query"].shape[:3], inputs["value"].shape[-1], device=device)
+    _, got = with_gradients(inputs, grad, backend)
+    exact = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    _, expected = with_gradients(exact, grad.double(), "reference")
+    largest = max(expected[name].abs().max() for name in ("query", "key", "value"))
+    for name in ("query", "key", "value"):
+        assert (got[name] - expected[name]).abs().max() <= 5e-5 * largest, name
+
+
 def storage_offset(tensor):
     return torch.cat([tensor.new_full((3,), 9.0), tensor.flatten()])[3:].view(tensor.shape)
 

@@ -79,6 +79,25 @@ def test_log_density_is_differentiable(backend, device):
     assert torch.autograd.gradcheck(function, leaves)
 
 
+@backends
+@pytest.mark.parametrize("settings", [{}, {"variance": "component"}, {"is_causal": True, "keys": 11}], ids=str)
+def test_log_density_of_rows_without_a_key_has_no_gradient(backend, settings, device):
+    inputs = case("shifted", settings, False, device)
+    if "is_causal" not in settings:
+        inputs["key_mask"] = torch.zeros(2, 19, dtype=torch.bool, device=device)
+        inputs["key_mask"][1, :5] = True
+    inputs["query"].requires_grad_()
+    density = mgk.mixture_log_density(**inputs, backend=backend)
+    density.masked_fill(density == -math.inf, 0.0).sum().backward()
+    empty = (density == -math.inf).detach()
+    assert empty.any()
+    assert (inputs["query"].grad[empty] == 0).all()
+    assert (inputs["query"].grad[~empty] != 0).any()
+    inputs["query"].grad = None
+    mgk.mixture_log_density(**inputs, backend=backend).backward(torch.ones_like(density))
+    assert (inputs["query"].grad[empty] == 0).all()
+
+
 def test_paper_negative_log_likelihood_is_the_mean_log_kernel(device):
     """One query, one key: log kernel; the constants come back with normalized=True and integrate to one."""
     grid = torch.linspace(-30, 30, 6001, dtype=torch.float64, device=device)[None, None, :, None]

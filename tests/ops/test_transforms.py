@@ -78,6 +78,36 @@ def test_compiled_lengths_share_graphs(backend, kind, device):
     assert counter.frame_count <= 2
 
 
+@every_kind
+def test_any_number_of_lengths_compiles(kind):
+    """`auto` keeps clear of what unrolls: twelve lengths, more than torch would compile graphs for."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(
+        lambda inputs: attend(inputs, is_causal=True), backend=counter, dynamic=True, fullgraph=True
+    )
+    for length in range(100, 3400, 300):
+        compiled(make_inputs(kind=kind, batch=1, heads=1, queries=length, dtype=torch.float32))
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.gpu
+@every_kind
+@pytest.mark.parametrize("backend", ["reference", "chunked", "sdpa"])
+def test_cuda_graph_replay_is_eager(kind, backend):
+    """G7"""
+    inputs = make_inputs(kind=kind, queries=64, dtype=torch.bfloat16, device="cuda", is_causal=True)
+    for _ in range(3):
+        attend(inputs, backend)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(inputs, backend)
+    for name in ("query", "key", "value"):
+        inputs[name].copy_(torch.randn_like(inputs[name]))
+    graph.replay()
+    assert torch.equal(out, attend(inputs, backend))
+
+
 @every_backend
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_computes_as_with_half_inputs(backend, dtype, device):

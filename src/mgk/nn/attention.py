@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor, nn
@@ -100,8 +101,11 @@ class MixtureAttention(nn.Module):
             raise ValueError(f"head_dim must be at least 1, got {head_dim}")
         if num_heads % num_kv_heads != 0:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout must lie in [0, 1), got {dropout}")
+        for name, fraction in {"dropout": dropout, "prior_momentum": prior_momentum}.items():
+            if not 0.0 <= fraction < 1.0:
+                raise ValueError(f"{name} must lie in [0, 1), got {fraction}")
+        if not 0.0 <= shift_init_std < math.inf:
+            raise ValueError(f"shift_init_std must be finite and not negative, got {shift_init_std}")
 
         self.embed_dim = embed_dim
         self.num_heads = num_heads
@@ -158,7 +162,8 @@ class MixtureAttention(nn.Module):
             key: ``[B, Nk, embed_dim]``; ``None`` is self-attention.
             value: ``[B, Nk, embed_dim]``; ``None`` is ``key``.
             key_mask: bool ``[B, Nk]``, True = attend.
-            query_mask: bool ``[B, Nq]``, False = padded query.
+            query_mask: bool ``[B, Nq]``, False = padded query: it attends to nothing, and its row of the output is
+                the bias of ``out_proj``.
             attn_mask: bool, broadcastable to ``[B, H, Nq, Nk]``, True = attend.
             is_causal: for this call only, instead of the layer's own setting.
 
@@ -166,10 +171,11 @@ class MixtureAttention(nn.Module):
             ``[B, Nq, embed_dim]``.
         """
         is_causal = self.is_causal if is_causal is None else is_causal
-        is_self_attention = key is None
+        is_self_attention = key is None or key is query
         key = query if key is None else key
         value = key if value is None else value
         q, k, shift = self._project(query, key)
+        self._check_width("value", value)
         v = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
         log_prior, variance = self.prior(), self.variance()
         out = mixture_attention(
@@ -208,9 +214,8 @@ class MixtureAttention(nn.Module):
 
     def _project(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Queries ``[B, H, Nq, D]``, keys as the attention takes them, and shifts if they are still to be added."""
-        for name, tensor in (("query", query), ("key", key)):
-            if tensor.ndim != 3 or tensor.shape[-1] != self.embed_dim:
-                raise ValueError(f"{name} must have shape [B, N, {self.embed_dim}], got {list(tensor.shape)}")
+        self._check_width("query", query)
+        self._check_width("key", key)
         q = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         k, shift = self.keys(self.k_proj(key)), self.keys.shift
         if self.q_norm is not None and self.k_norm is not None:
@@ -219,6 +224,10 @@ class MixtureAttention(nn.Module):
             # Under autocast the projections are in half precision, but the gains are not.
             q, k = self.q_norm(q.to(self.q_norm.weight.dtype)), self.k_norm(k.to(self.k_norm.weight.dtype))
         return q, k, shift
+
+    def _check_width(self, name: str, tensor: Tensor) -> None:
+        if tensor.ndim != 3 or tensor.shape[-1] != self.embed_dim:
+            raise ValueError(f"{name} must have shape [B, N, {self.embed_dim}], got {list(tensor.shape)}")
 
     def extra_repr(self) -> str:
         parts = [f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, head_dim={self.head_dim}"]

@@ -38,8 +38,6 @@ class ShiftedKeys(nn.Module):
 
     def __init__(self, num_kv_heads: int, head_dim: int, num_components: int, init_std: float = 1.0) -> None:
         super().__init__()
-        if not init_std >= 0.0:
-            raise ValueError(f"init_std must not be negative, got {init_std}")
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.num_components = num_components
@@ -49,7 +47,7 @@ class ShiftedKeys(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        # Equal components would receive equal gradients for ever: they must start apart.
+        # Equal components would receive equal gradients forever: they must start apart.
         nn.init.normal_(self.shift, std=self.init_std)
 
     def forward(self, projected: Tensor) -> Tensor:

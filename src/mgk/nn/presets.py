@@ -15,10 +15,15 @@ class Preset:
     """The options of :class:`MixtureAttention` that tell one variant from another."""
 
     num_components: int = 2
+    """Keys per position."""
     keys: str = "projected"
+    """How a position gets them: a projection for each, or shifts of one."""
     similarity: str = "gaussian"
+    """Distance or dot product."""
     assignment: str = "soft"
+    """Sum over components, or the best one."""
     prior: str = "learned"
+    """By gradient, by EM, or none."""
 
 
 PRESETS = {
@@ -38,19 +43,19 @@ PRESETS = {
 def build_attention(name: str, embed_dim: int, num_heads: int, **options: Any) -> MixtureAttention:
     """Build a :class:`MixtureAttention` from a preset.
 
-    ============================  =  =========  ========  ======  ========
-    name                          M  keys       formula   assign  prior
-    ============================  =  =========  ========  ======  ========
-    ``softmax``                   1  projected  dot       -       -
-    ``gaussian``                  1  projected  gaussian  -       -
-    ``mgk``, ``smgk``             2  p. / s.    gaussian  soft    learned
-    ``mgk-hard``, ``smgk-hard``   2  p. / s.    gaussian  hard    -
-    ``mgk-em``, ``smgk-em``       2  p. / s.    gaussian  soft    EM
-    ``softmax-mgk``, ``-smgk``    2  p. / s.    dot       soft    learned
-    ============================  =  =========  ========  ======  ========
+    ============================  =  =====================  ==========  ==========  =======
+    name                          M  keys                   similarity  assignment  prior
+    ============================  =  =====================  ==========  ==========  =======
+    ``softmax``                   1  projected              dot         -           -
+    ``gaussian``                  1  projected              gaussian    -           -
+    ``mgk``, ``smgk``             2  projected, shifted     gaussian    soft        learned
+    ``mgk-hard``, ``smgk-hard``   2  projected, shifted     gaussian    hard        -
+    ``mgk-em``, ``smgk-em``       2  projected, shifted     gaussian    soft        EM
+    ``softmax-mgk``, ``-smgk``    2  projected, shifted     dot         soft        learned
+    ============================  =  =====================  ==========  ==========  =======
 
     Args:
-        name: one of the names above (s. = shifted keys, p. = projected keys).
+        name: one of the names above.
         embed_dim: width of the input and of the output.
         num_heads: query heads.
         options: any further argument of :class:`MixtureAttention`; they win over the preset.

@@ -59,8 +59,6 @@ class EMPrior(nn.Module):
 
     def __init__(self, num_kv_heads: int, num_components: int, momentum: float = 0.0) -> None:
         super().__init__()
-        if not 0.0 <= momentum < 1.0:
-            raise ValueError(f"momentum must lie in [0, 1), got {momentum}")
         self.momentum = momentum
         self.register_buffer("log_prior", torch.empty(num_kv_heads, num_components))
         self.reset_parameters()
@@ -104,7 +102,11 @@ class EMPrior(nn.Module):
         self._probe = torch.zeros(self.log_prior.shape, device=self.log_prior.device, requires_grad=True)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EMPrior:
+        before = self.log_prior
         super()._apply(fn, recurse)
+        if self.log_prior.dtype in (torch.bfloat16, torch.float16):
+            # A running mean kept in half precision stops moving, so this buffer does not follow the model there.
+            self.log_prior = before.to(self.log_prior.device)
         if self._probe.device != self.log_prior.device:
             self._make_probe()
         return self
@@ -130,6 +132,7 @@ class _GatherResponsibilities(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         query, key, *tensors = ctx.saved_tensors
         options = dict(zip(ctx.names, tensors, strict=True))
+        # In fp32 whatever the inputs: under autocast query and key may differ in dtype.
         sums = mixture_responsibilities(query.float(), key.float(), reduction="sum", **options, **ctx.settings)
         return (grads[0], sums, None, None, None, None, *[None] * len(tensors))
 

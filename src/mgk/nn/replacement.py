@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -11,6 +10,9 @@ from torch import Tensor, nn
 from mgk.nn.attention import MixtureAttention
 from mgk.nn.presets import build_attention
 from mgk.ops.validation import may_inspect_values
+
+# A float mask at or below this hides a key: -inf, or one of the large negative numbers that stand for it.
+HIDDEN = -1e4
 
 
 class MultiheadMixtureAttention(nn.Module):
@@ -104,14 +106,23 @@ def replace_attention(
     A projection whose shape does not change keeps its weights; the others start fresh. Preset ``"softmax"`` at the same
     width therefore computes what was there before.
     """
-    found = False
-    for parent in list(model.modules()):
-        for child_name, child in list(parent.named_children()):
-            if isinstance(child, nn.MultiheadAttention):
-                setattr(parent, child_name, _replacement(child, name, num_heads, head_dim, options))
-                found = True
-    if not found:
+    if isinstance(model, nn.MultiheadAttention):
+        raise ValueError(
+            "model must hold nn.MultiheadAttention as a child, got one itself, which has no place to swap in"
+        )
+    places = [
+        (parent, child_name, child)
+        for parent in model.modules()
+        for child_name, child in parent._modules.items()
+        if isinstance(child, nn.MultiheadAttention)
+    ]
+    if not places:
         raise ValueError(f"model must hold at least one nn.MultiheadAttention, got {type(model).__name__} without any")
+    # All are built before any is swapped in, so that an error leaves the model as it was; one that stands in several
+    # places stays one.
+    replacements = {child: _replacement(child, name, num_heads, head_dim, options) for _, _, child in places}
+    for parent, child_name, child in places:
+        setattr(parent, child_name, replacements[child])
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             # Decided when the encoder was built, from the attention it had then.
@@ -130,9 +141,9 @@ def _replacement(
     if old.bias_k is not None or old.add_zero_attn:
         raise ValueError("nn.MultiheadAttention must not use add_bias_kv or add_zero_attn, got one that does")
     settings = {"bias": old.in_proj_bias is not None, "dropout": old.dropout, **options}
-    new = build_attention(
-        name, old.embed_dim, num_heads or old.num_heads, head_dim=head_dim or old.head_dim, **settings
-    )
+    num_heads = old.num_heads if num_heads is None else num_heads
+    head_dim = old.head_dim if head_dim is None else head_dim
+    new = build_attention(name, old.embed_dim, num_heads, head_dim=head_dim, **settings)
     new.to(device=old.out_proj.weight.device, dtype=old.out_proj.weight.dtype)
 
     old_state = {"out_proj.weight": old.out_proj.weight, "out_proj.bias": old.out_proj.bias}
@@ -156,7 +167,7 @@ def _keep(name: str, mask: Tensor | None) -> Tensor | None:
         return ~mask
     if not mask.is_floating_point():
         raise TypeError(f"{name} must be bool or float, got {mask.dtype}")
-    kept = mask == 0
-    if may_inspect_values(mask) and not bool((kept | (mask == -math.inf)).all()):
+    hidden = mask <= HIDDEN
+    if may_inspect_values(mask) and not bool((hidden | (mask == 0)).all()):
         raise ValueError(f"{name} must hold only 0 and -inf, got other numbers: mixture attention has no additive bias")
-    return kept
+    return ~hidden

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,15 @@ class FixedVariance(nn.Module):
 
     def reset_parameters(self) -> None:
         if self.per_component is not None:
-            self.per_component.copy_(torch.tensor(self.values))
+            self.per_component.copy_(torch.tensor(self.values, dtype=torch.float64))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FixedVariance:
+        super()._apply(fn, recurse)
+        if self.per_component is not None:
+            # Whatever dtype the model takes: fp64 has all the digits, and half precision would lose too many.
+            dtype = torch.promote_types(self.per_component.dtype, torch.float32)
+            self.per_component = torch.tensor(self.values, dtype=dtype, device=self.per_component.device)
+        return self
 
     def extra_repr(self) -> str:
         return ", ".join(f"{value:g}" for value in self.values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from mgk.ops.validation import check_choice, make_problem
 
 BACKENDS = ("auto", "reference", "chunked", "sdpa", "triton")
 STATISTICS_BACKENDS = ("auto", "reference", "chunked")
+
+# Elements of an attention mask, written out for every component, up to which `auto` gives it to the stock kernels.
+LARGEST_MASK = 2**24
 
 
 def mixture_attention(
@@ -81,12 +85,9 @@ def mixture_attention(
         out = problem.query.new_zeros(*problem.query.shape[:3], problem.value.shape[-1])
         return with_zero_gradients(out, problem.query, problem.key, problem.value, *parameters)
     if backend != "reference":
-        problem = problem._replace(
-            query=first_order_only(problem.query),
-            key=first_order_only(problem.key),
-            value=first_order_only(problem.value),
-        )
-    with torch.autocast(problem.query.device.type, enabled=False):
+        problem = _first_order_only(problem)
+    problem = _with_centred_dot_products(problem)
+    with _without_autocast(problem):
         out = _ATTENTION[backend](problem)
     if problem.query_mask is not None:
         out = out.masked_fill(~problem.query_mask[:, None, :, None], 0.0)
@@ -117,8 +118,9 @@ def mixture_weights(
     )  # fmt: skip
     batch, heads, num_queries, _ = problem.query.shape
     if 0 in (batch, heads, num_queries, problem.key.shape[3]):
-        return problem.query.new_zeros(batch, heads, num_queries, problem.key.shape[3])
-    with torch.autocast(problem.query.device.type, enabled=False):
+        empty = problem.query.new_zeros(batch, heads, num_queries, problem.key.shape[3])
+        return with_zero_gradients(empty, problem.query, problem.key)
+    with _without_autocast(problem):
         weight = reference.weights(problem).to(problem.query.dtype)
     if problem.query_mask is not None:
         weight = weight.masked_fill(~problem.query_mask[:, None, :, None], 0.0)
@@ -146,9 +148,9 @@ def mixture_log_density(
 
         log (1/n_i) sum_j sum_r prior[r] exp(similarity(q_i, k_jr))        n_i = number of keys that query i sees
 
-    Its negative mean is the paper's NLL. ``normalized=True`` keeps the constants ``(2 pi variance[r])^(-D/2)`` of the
-    Gaussian densities, which attention drops. A query that sees no key, or is padding, has -inf. Memory is linear in
-    the sequence length.
+    in fp32, or fp64 for fp64 inputs. Its negative mean is the paper's NLL. ``normalized=True`` keeps the constants
+    ``(2 pi variance[r])^(-D/2)`` of the Gaussians, which attention drops; with a prior that sums to one the result is
+    the logarithm of a density. A query that sees no key, or is padding, has -inf. Memory is linear in the length.
     """
     check_choice("backend", backend, STATISTICS_BACKENDS)
     if normalized and similarity == "dot":
@@ -158,7 +160,8 @@ def mixture_log_density(
         assignment="soft", is_causal=is_causal, key_mask=key_mask, query_mask=query_mask, attn_mask=attn_mask,
     )  # fmt: skip
     if 0 in problem.query.shape or problem.key.shape[3] == 0:
-        return torch.full(problem.query.shape[:3], -math.inf, dtype=problem.compute_dtype, device=problem.query.device)
+        empty = torch.full(problem.query.shape[:3], -math.inf, dtype=problem.compute_dtype, device=problem.query.device)
+        return with_zero_gradients(empty, problem.query, problem.key)
     components = problem.num_components
     prior = problem.log_prior
     if prior is None:
@@ -173,8 +176,8 @@ def mixture_log_density(
     problem = problem._replace(log_prior=prior)
     implementation = reference if backend == "reference" else chunked
     if implementation is chunked:
-        problem = problem._replace(query=first_order_only(problem.query), key=first_order_only(problem.key))
-    with torch.autocast(problem.query.device.type, enabled=False):
+        problem = _first_order_only(problem)
+    with _without_autocast(problem):
         density = implementation.log_normaliser(problem)
     density = density - _count_visible_keys(problem).to(density.dtype).clamp(min=1).log()
     if problem.query_mask is not None:
@@ -217,12 +220,42 @@ def mixture_responsibilities(
             problem.key.shape[1], problem.num_components, dtype=problem.compute_dtype, device=problem.query.device
         )
     implementation = reference if backend == "reference" else chunked
-    with torch.no_grad(), torch.autocast(problem.query.device.type, enabled=False):
+    with torch.no_grad(), _without_autocast(problem):
         sums = implementation.responsibility_sums(problem)
         if reduction == "sum":
             return sums
         pairs = sums.sum(dim=1, keepdim=True)
         return sums / pairs.masked_fill(pairs == 0, 1.0)
+
+
+def _without_autocast(problem: MixtureProblem) -> AbstractContextManager[object]:
+    """The backends choose every dtype themselves."""
+    device_type = problem.query.device.type
+    return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
+
+
+def _with_centred_dot_products(problem: MixtureProblem) -> MixtureProblem:
+    """Move the keys of a mixture of dot products: with one variance every logit of a row changes by the same number.
+
+    Attention cannot see that, but fp32 sees smaller numbers. (Half precision would round the moved keys; one component
+    is plain softmax attention and is left to the stock kernels.)
+    """
+    is_exact = problem.query.dtype == problem.compute_dtype
+    if problem.similarity != "dot" or problem.num_components == 1 or not problem.shares_variance or not is_exact:
+        return problem
+    return problem._replace(key=problem.key - problem.origin()[:, :, None])
+
+
+def _first_order_only(problem: MixtureProblem) -> MixtureProblem:
+    variance = problem.variance
+    return problem._replace(
+        query=first_order_only(problem.query),
+        key=first_order_only(problem.key),
+        value=first_order_only(problem.value),
+        shift=None if problem.shift is None else first_order_only(problem.shift),
+        log_prior=None if problem.log_prior is None else first_order_only(problem.log_prior),
+        variance=first_order_only(variance) if isinstance(variance, Tensor) else variance,
+    )
 
 
 _ATTENTION = {"reference": reference.attention, "chunked": chunked.attention, "sdpa": sdpa.attention}
@@ -236,10 +269,22 @@ def _choose_backend(problem: MixtureProblem, backend: str) -> str:
         raise ValueError(f"backend='sdpa' cannot do {reason}: use 'auto', 'chunked' or 'reference'")
     if backend != "auto":
         return backend
-    device_type = problem.query.device.type
-    # Where the stock kernels would fall back to materialising every pair, blocks are the better choice.
-    materialises = problem.dropout_p > 0 if device_type == "cpu" else problem.query.dtype == torch.float64
-    return "chunked" if reason is not None or materialises else "sdpa"
+    if reason is not None or _stock_kernels_would_materialise(problem):
+        return "chunked"
+    # Blocks of causal queries unroll: compiled, each number of blocks would need a graph of its own.
+    unrolls = problem.is_causal and problem.num_components > 1 and torch.compiler.is_compiling()
+    return "chunked" if unrolls and problem.query.device.type == "cpu" else "sdpa"
+
+
+def _stock_kernels_would_materialise(problem: MixtureProblem) -> bool:
+    """Whether the stock kernels need memory for every pair, where blocks do not."""
+    if problem.query.device.type == "cpu":
+        if problem.dropout_p > 0:
+            return True
+    elif problem.query.dtype == torch.float64:
+        return True
+    mask = problem.attn_mask
+    return mask is not None and mask[..., :1].numel() * mask.shape[3] * problem.num_components > LARGEST_MASK
 
 
 def _count_visible_keys(problem: MixtureProblem) -> Tensor:

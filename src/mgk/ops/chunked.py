@@ -54,7 +54,8 @@ def log_normaliser(problem: MixtureProblem) -> Tensor:
         inverse_variance = problem.inverse_variance()
         if isinstance(inverse_variance, Tensor):
             inverse_variance = inverse_variance[:, :1, 0]
-        normaliser = normaliser - 0.5 * terms.query.square().sum(-1) * inverse_variance
+        square = 0.5 * terms.query.square().sum(-1) * inverse_variance
+        normaliser = normaliser - square.masked_fill(normaliser == -math.inf, 0.0)
     return normaliser.flatten(1, 2)
 
 

@@ -77,23 +77,35 @@ class MixtureProblem(NamedTuple):
         return key if self.shift is None else key + self.shift.to(key.dtype)[:, :, None, :]
 
     def centred(self) -> tuple[Tensor, Tensor]:
-        """Query and key in the compute precision, moved together so that the first valid key lies at the origin.
+        """Query and key in the compute precision; for distances moved together by :meth:`origin`.
 
         Distances do not change, but ``|q|^2 - 2 q.k + |k|^2`` stops cancelling when the data is far from zero: at an
-        offset of 16 standard deviations fp32 keeps 6e-7 instead of 1e-4. The first valid key rather than the mean of
-        all keys, because a mean would carry later tokens into the bits of earlier rows. The origin is a constant for
-        autograd: the similarity does not depend on it.
+        offset of 16 standard deviations fp32 keeps 6e-7 instead of 1e-4. The origin is a constant for autograd, since
+        nothing depends on it.
         """
         query, key = self.query.to(self.compute_dtype), self.key.to(self.compute_dtype)
         if self.similarity == "dot":
             return query, key
-        origin = self.first_valid_key().to(self.compute_dtype)
+        origin = self.origin()
         return query - origin.repeat_interleave(self.group_size, dim=1), key - origin[:, :, None]
 
-    def first_valid_key(self) -> Tensor:
-        """``[B, Hkv, 1, D]``, detached: the first key of each sequence that is not padding."""
-        key = self.key.detach()[:, :, 0]
-        if self.key_mask is None:
-            return key[:, :, :1]
-        first = self.key_mask.to(torch.int8).argmax(dim=-1)
-        return key.gather(2, first[:, None, None, None].expand(-1, key.shape[1], 1, key.shape[-1]))
+    def origin(self) -> Tensor:
+        """``[B, Hkv, 1, D]``, detached: what the first valid key and the first valid query have in common.
+
+        Coordinate by coordinate the smaller of the two, or 0 where their signs differ: an offset of all the data is
+        found, while a first key that lies far from the others (an attention sink) pulls nothing along. First tokens
+        rather than means, because a mean would carry later tokens into the bits of earlier rows.
+        """
+        key = _first_valid(self.key.detach()[:, :, 0], self.key_mask)
+        query = _first_valid(self.query.detach()[:, :: self.group_size], self.query_mask)
+        key, query = (x.to(self.compute_dtype).nan_to_num(0.0, 0.0, 0.0) for x in (key, query))
+        smaller = torch.where(key.abs() < query.abs(), key, query)
+        return torch.where(key * query > 0, smaller, 0.0)
+
+
+def _first_valid(tensor: Tensor, mask: Tensor | None) -> Tensor:
+    """The first row that is not padding, ``[B, H, N, D]`` to ``[B, H, 1, D]``."""
+    if mask is None:
+        return tensor[:, :, :1]
+    first = mask.to(torch.int8).argmax(dim=-1)
+    return tensor.gather(2, first[:, None, None, None].expand(-1, tensor.shape[1], 1, tensor.shape[-1]))

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mgk.ops.problem import MixtureProblem
+from mgk.ops.validation import may_inspect_values
 
 # Where the spread of u over components plus that of w exceeds this, A_ir B_jr can underflow in every component at once.
 FACTORED_SPREAD = 60.0
@@ -45,6 +46,9 @@ SPLIT_BITS = {torch.bfloat16: -(1 << 16), torch.float16: -(1 << 13)}
 
 # The lowest a bias column may go: finite, since 0 * inf would be NaN in backward.
 LOWEST = {torch.float64: -1e30, torch.float32: -1e30, torch.bfloat16: -1e30, torch.float16: -60000.0 * 2.0**11}
+
+# A log prior at or below this is a prior of zero, as the smallest number of the dtype often means.
+DEAD_PRIOR = -1e30
 
 # How far below every logit that counts a masked key lies: exp(-1000) is 0 even in fp64.
 MASKED_MARGIN = 1000.0
@@ -178,7 +182,7 @@ def _rows_too_wide_to_factor(problem: MixtureProblem, u: Tensor, w: Tensor) -> T
     read on the host: only where that stalls no device and breaks no graph. Never in half precision, where rounding
     ``B_jr v_j`` would cost the gradient of the key more digits than the flattened form does.
     """
-    if problem.query.dtype != problem.compute_dtype or u.device.type != "cpu" or torch.compiler.is_compiling():
+    if problem.query.dtype != problem.compute_dtype or u.device.type != "cpu" or not may_inspect_values(u):
         return None
     with torch.no_grad():
         spread_u = u.amax(-1) - u.amin(-1)
@@ -204,7 +208,9 @@ def _factored(problem: MixtureProblem, query: Tensor, key: Tensor, bias: Tensor 
     value = torch.cat([problem.value, problem.value.new_ones(*problem.value.shape[:-1], 1)], dim=-1)
     value = (b[..., None] * value[..., None, :]).flatten(3)  # [B, Hkv, Nk, M * (Dv + 1)]
     bias = w_maximum[..., 0] if bias is None else bias + w_maximum[..., 0]
-    out = _attend(problem, query, key, value, [(None, bias)], inverse_variance).unflatten(-1, (a.shape[-1], -1))
+    # The quotient makes rows sum to one by itself.
+    out = _attend(problem, query, key, value, [(None, bias)], inverse_variance, sums_to_one=False)
+    out = out.unflatten(-1, (a.shape[-1], -1))
     out = (a[..., None] * out).sum(-2)
     total = out[..., -1:]
     return out[..., :-1] / total.masked_fill(total == 0, 1.0)
@@ -276,7 +282,7 @@ def _append_columns(query: Tensor, key: Tensor, columns: list[tuple[Tensor | Non
 
 def _attend(
     problem: MixtureProblem, query: Tensor, key: Tensor, value: Tensor, columns: list[tuple[Tensor | None, Tensor]],
-    scale: float,
+    scale: float, sums_to_one: bool = True,
 ) -> Tensor:  # fmt: skip
     """Softmax attention of ``query [B, H, Nq, D]`` over ``key [B, Hkv, Nk * repeat, D]`` under the problem's masks.
 
@@ -291,14 +297,16 @@ def _attend(
         hidden = hidden.repeat_interleave(repeat, dim=-1)
         bias = columns[0][1] if len(columns) > 0 else torch.zeros_like(key[..., 0], dtype=problem.compute_dtype)
         columns = [(None, bias.masked_fill(hidden, 0.0)), *columns[1:]]
-        sentinel = _lowest_logit(query, key, columns) - MASKED_MARGIN / scale
+        # Twice the bound, so that the margin is not rounded away where the bound is large.
+        sentinel = 2.0 * _lowest_logit(query, key, columns) - MASKED_MARGIN / scale
         columns[0] = (None, torch.where(hidden, sentinel, columns[0][1]))
     columns = [(on_query, on_key.clamp(min=LOWEST[query.dtype])) for on_query, on_key in columns]
     query, key = _append_columns(query, key, columns)
 
     # One more value, the constant 1, sums in the order of the others: dividing by it makes rows sum to one exactly.
     # Half precision would round that sum; plain softmax is left to the stock kernel.
-    sums_to_one = len(columns) > 0 and problem.dropout_p == 0 and query.dtype == problem.compute_dtype
+    is_exact = query.dtype == problem.compute_dtype
+    sums_to_one = sums_to_one and len(columns) > 0 and problem.dropout_p == 0 and is_exact
     if sums_to_one:
         value = F.pad(value, (0, 1), value=1.0)
     width = max(query.shape[-1], value.shape[-1])
@@ -330,6 +338,7 @@ def _attend(
     if group > 1 and not masked_by_pair:
         out = out.unflatten(2, (group, num_queries)).flatten(1, 2)
     if sums_to_one:
+        # A constant for autograd: it is 1 up to rounding, whatever the inputs.
         total = out[..., value_dim : value_dim + 1].detach()
         return out[..., :value_dim] / total.masked_fill(total == 0, 1.0)
     return out[..., :value_dim]
@@ -339,7 +348,7 @@ def _hidden_keys(problem: MixtureProblem) -> Tensor | None:
     """bool, broadcastable to ``[B, Hkv, Nk]``: masked keys, and positions whose prior is zero in every component."""
     hidden = None if problem.key_mask is None else ~problem.key_mask[:, None]
     if problem.log_prior is not None and problem.log_prior.shape[-1] > 1:
-        dead = (problem.log_prior == -math.inf).all(dim=1)[None]
+        dead = (problem.log_prior <= DEAD_PRIOR).all(dim=1)[None]
         hidden = dead if hidden is None else hidden | dead
     return hidden
 
@@ -357,7 +366,7 @@ def _lowest_logit(query: Tensor, key: Tensor, columns: list[tuple[Tensor | None,
         * torch.linalg.vector_norm(key, dim=-1, dtype=dtype).amax()
     )
     for on_query, on_key in columns:
-        finite = on_key.masked_fill(on_key == -math.inf, 0.0)
+        finite = on_key.masked_fill(on_key <= DEAD_PRIOR, 0.0)
         bound = bound - finite.abs().amax() * (1.0 if on_query is None else on_query.abs().amax())
     return bound
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from mgk.ops.problem import MixtureProblem
 
@@ -30,7 +32,7 @@ def debug_checks(enabled: bool) -> None:
 
 def may_inspect_values(tensor: Tensor) -> bool:
     """Whether reading numbers out of ``tensor`` costs neither a device synchronisation nor a graph break."""
-    if torch.compiler.is_compiling() or tensor.device.type == "meta":
+    if torch.compiler.is_compiling() or tensor.device.type == "meta" or type(tensor) not in (Tensor, Parameter):
         return False
     return tensor.device.type == "cpu" or _debug_checks
 
@@ -62,6 +64,8 @@ def make_problem(
     check_choice("assignment", assignment, ASSIGNMENTS)
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be a bool, got {type(is_causal).__name__}")
+    if not isinstance(dropout_p, (int, float)):
+        raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must lie in [0, 1), got {dropout_p}")
 
@@ -160,7 +164,7 @@ def _check_device(name: str, tensor: Tensor, query: Tensor) -> None:
 def _as_autocast_would(query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Under autocast take query, key and value in its dtype, as ``F.scaled_dot_product_attention`` does."""
     device_type = query.device.type
-    if query.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
+    if query.dtype == torch.float64 or device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return query, key, value
     dtype = torch.get_autocast_dtype(device_type)
     return query.to(dtype), key.to(dtype), None if value is None else value.to(dtype)
@@ -200,12 +204,12 @@ def _canonical_variance(
 ) -> float | Tensor:
     if variance is None:
         return math.sqrt(query.shape[-1])
-    if isinstance(variance, bool):
-        raise TypeError("variance must be a number or a tensor, got bool")
-    if isinstance(variance, (int, float)):
+    if isinstance(variance, Real) and not isinstance(variance, bool):
         if not 0.0 < variance < math.inf:
             raise ValueError(f"variance must be positive and finite, got {variance}")
         return float(variance)
+    if not isinstance(variance, Tensor):
+        raise TypeError(f"variance must be a number or a tensor, got {type(variance).__name__}")
     _check_floating("variance", variance)
     _check_device("variance", variance, query)
     if list(variance.shape) not in ([num_components], [num_kv_heads, num_components]):
