@@ -53,7 +53,7 @@ def error(preset: str, is_causal: bool, backend: str, tensors: dict[str, Tensor]
     def results(function: Callable[[dict[str, Tensor]], Tensor], dtype: torch.dtype) -> list[Tensor]:
         leaves = {name: t.to(dtype).requires_grad_() for name, t in few.items()}
         out = function(leaves)
-        return [out, *torch.autograd.grad(out, list(leaves.values()), grad.to(dtype))]
+        return [out.detach(), *torch.autograd.grad(out, list(leaves.values()), grad.to(dtype))]
 
     got = results(attention(preset, is_causal, backend), torch.float32)
     expected = results(

@@ -237,11 +237,11 @@ def _without_autocast(problem: MixtureProblem) -> AbstractContextManager[object]
 def _with_centred_dot_products(problem: MixtureProblem) -> MixtureProblem:
     """Move the keys of a mixture of dot products: with one variance every logit of a row changes by the same number.
 
-    Attention cannot see that, but fp32 sees smaller numbers. (Half precision would round the moved keys; one component
-    is plain softmax attention and is left to the stock kernels.)
+    Attention cannot see that, but fp32 sees smaller numbers. (Half precision would round the moved keys; one key for
+    all components is plain softmax attention and is left to the stock kernels.)
     """
     is_exact = problem.query.dtype == problem.compute_dtype
-    if problem.similarity != "dot" or problem.num_components == 1 or not problem.shares_variance or not is_exact:
+    if problem.similarity != "dot" or problem.key.shape[2] == 1 or not problem.shares_variance or not is_exact:
         return problem
     return problem._replace(key=problem.key - problem.origin()[:, :, None])
 

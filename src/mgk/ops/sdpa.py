@@ -261,23 +261,35 @@ class _SplitColumn(torch.autograd.Function):
         return grads[0][..., 1].float(), None
 
 
-def _append_columns(query: Tensor, key: Tensor, columns: list[tuple[Tensor | None, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Add ``sum of query_column * key_column`` to the products. ``None`` on the query side is a column of ones."""
-    query_parts, key_parts = [query], [key]
-    for on_query, on_key in columns:
-        if query.dtype not in SPLIT_FACTORS:
-            query_parts.append(query.new_ones(*query.shape[:-1], 1) if on_query is None else on_query[..., None])
-            key_parts.append(on_key[..., None])
-            continue
-        factors = torch.tensor(SPLIT_FACTORS[query.dtype], dtype=query.dtype, device=query.device)
-        if on_query is None:
-            query_parts.append(factors.expand(*query.shape[:-1], 3))
-            key_parts.append(_SplitColumn.apply(on_key, query.dtype))
-        else:
-            # Here the key side is one-hot, exact in any dtype, and takes the factors.
-            query_parts.append(_SplitColumn.apply(on_query, query.dtype))
-            key_parts.append(on_key.to(query.dtype)[..., None] * factors)
-    return torch.cat(query_parts, dim=-1), torch.cat(key_parts, dim=-1)
+def _columns_for_query(query: Tensor, columns: list[tuple[Tensor | None, Tensor]]) -> list[Tensor]:
+    """The query's side of the columns, ``[B, H, Nq, 1 or 3]`` each. ``None`` is a column of ones."""
+    if query.dtype not in SPLIT_FACTORS:
+        ones = query.new_ones(*query.shape[:-1], 1)
+        return [ones if on_query is None else on_query[..., None] for on_query, _ in columns]
+    factors = torch.tensor(SPLIT_FACTORS[query.dtype], dtype=query.dtype, device=query.device)
+    return [
+        factors.expand(*query.shape[:-1], 3) if on_query is None else _SplitColumn.apply(on_query, query.dtype)
+        for on_query, _ in columns
+    ]
+
+
+def _columns_for_key(key: Tensor, columns: list[tuple[Tensor | None, Tensor]]) -> list[Tensor]:
+    """The key's side. Beside a column of the query it is one-hot, exact in any dtype, and takes the factors."""
+    if key.dtype not in SPLIT_FACTORS:
+        return [on_key[..., None] for _, on_key in columns]
+    factors = torch.tensor(SPLIT_FACTORS[key.dtype], dtype=key.dtype, device=key.device)
+    return [
+        _SplitColumn.apply(on_key, key.dtype) if on_query is None else on_key.to(key.dtype)[..., None] * factors
+        for on_query, on_key in columns
+    ]
+
+
+def _widened(tensor: Tensor, parts: list[Tensor], width: int) -> Tensor:
+    """Append the parts and zeros up to ``width``, in one copy."""
+    missing = width - tensor.shape[-1] - sum(part.shape[-1] for part in parts)
+    if missing > 0:
+        parts = [*parts, tensor.new_zeros(1).expand(*tensor.shape[:-1], missing)]
+    return torch.cat([tensor, *parts], dim=-1) if len(parts) > 0 else tensor
 
 
 def _attend(
@@ -301,18 +313,18 @@ def _attend(
         sentinel = 2.0 * _lowest_logit(query, key, columns) - MASKED_MARGIN / scale
         columns[0] = (None, torch.where(hidden, sentinel, columns[0][1]))
     columns = [(on_query, on_key.clamp(min=LOWEST[query.dtype])) for on_query, on_key in columns]
-    query, key = _append_columns(query, key, columns)
+    for_query, for_key = _columns_for_query(query, columns), _columns_for_key(key, columns)
 
     # One more value, the constant 1, sums in the order of the others: dividing by it makes rows sum to one exactly.
     # Half precision would round that sum; plain softmax is left to the stock kernel.
     is_exact = query.dtype == problem.compute_dtype
     sums_to_one = sums_to_one and len(columns) > 0 and problem.dropout_p == 0 and is_exact
-    if sums_to_one:
-        value = F.pad(value, (0, 1), value=1.0)
-    width = max(query.shape[-1], value.shape[-1])
+    for_value = [value.new_ones(1).expand(*value.shape[:-1], 1)] if sums_to_one else []
+    width = max(query.shape[-1] + sum(part.shape[-1] for part in for_query), value_dim + len(for_value))
     if len(columns) > 0 or width != value_dim:
         width = -(-width // 8) * 8
-    query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+    query, key = _widened(query, for_query, width), _widened(key, for_key, width)
+    value = _widened(value, for_value, width)
 
     masked_by_pair = problem.attn_mask is not None or (problem.is_causal and num_queries > 1)
     if group > 1 and not masked_by_pair:
