@@ -261,12 +261,17 @@ class _SplitColumn(torch.autograd.Function):
         return grads[0][..., 1].float(), None
 
 
+def _split_factors(like: Tensor) -> Tensor:
+    """``[3]``, filled on the device: a copy from the host would wait for it, and could not enter a CUDA graph."""
+    return torch.cat([like.new_full((1,), factor) for factor in SPLIT_FACTORS[like.dtype]])
+
+
 def _columns_for_query(query: Tensor, columns: list[tuple[Tensor | None, Tensor]]) -> list[Tensor]:
     """The query's side of the columns, ``[B, H, Nq, 1 or 3]`` each. ``None`` is a column of ones."""
     if query.dtype not in SPLIT_FACTORS:
         ones = query.new_ones(*query.shape[:-1], 1)
         return [ones if on_query is None else on_query[..., None] for on_query, _ in columns]
-    factors = torch.tensor(SPLIT_FACTORS[query.dtype], dtype=query.dtype, device=query.device)
+    factors = _split_factors(query)
     return [
         factors.expand(*query.shape[:-1], 3) if on_query is None else _SplitColumn.apply(on_query, query.dtype)
         for on_query, _ in columns
@@ -277,7 +282,7 @@ def _columns_for_key(key: Tensor, columns: list[tuple[Tensor | None, Tensor]]) -
     """The key's side. Beside a column of the query it is one-hot, exact in any dtype, and takes the factors."""
     if key.dtype not in SPLIT_FACTORS:
         return [on_key[..., None] for _, on_key in columns]
-    factors = torch.tensor(SPLIT_FACTORS[key.dtype], dtype=key.dtype, device=key.device)
+    factors = _split_factors(key)
     return [
         _SplitColumn.apply(on_key, key.dtype) if on_query is None else on_key.to(key.dtype)[..., None] * factors
         for on_query, on_key in columns
