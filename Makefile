@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup test test-slow lint format bench clean
+.PHONY: setup test lint format bench accuracy clean
 
 setup: $(READY)  ## virtual environment in .venv with everything the tests need
 
@@ -15,10 +15,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 test: $(READY)  ## the test suite, on two cores, with coverage of ops and nn
-	$(BIN)/pytest -n 2 -m "not slow and not gpu" --cov --cov-report=term --cov-fail-under=95
-
-test-slow: $(READY)  ## everything that runs without a GPU
-	$(BIN)/pytest -n 2 -m "not gpu"
+	$(BIN)/pytest -n 2 -m "not gpu" --cov --cov-report=term --cov-fail-under=95
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -31,6 +28,9 @@ format: $(READY)
 
 bench: $(READY)  ## speed of attention on this CPU, next to stock softmax
 	$(BIN)/python benchmarks/cpu_attention.py
+
+accuracy: $(READY)  ## errors against fp64: results/accuracy/cpu.json and the table of docs/numerics.md
+	$(BIN)/python benchmarks/accuracy.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

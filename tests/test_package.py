@@ -94,6 +94,11 @@ def test_minimal_example_runs_and_is_short():
     assert len(code) <= 75
 
 
+def test_picture_is_drawn_by_the_library(tmp_path):
+    run("examples/attention_regions.py", str(tmp_path / "picture.png"))
+    assert (tmp_path / "picture.png").read_bytes()[1:4] == b"PNG"
+
+
 def test_benchmark_prints_its_ratios():
     out = run("benchmarks/cpu_attention.py", "--tokens", "128", "--repeats", "1", "--batch", "1")
     rows = re.findall(r"^ +(softmax|gaussian|smgk|mgk) +\d+ .*x$", out, re.MULTILINE)
