@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mgk.ops.problem import MixtureProblem
 
-# Logits of one block: 64 MiB in fp32, and never fewer rows than this.
+# Logits of one block: 64 MiB in fp32; but never fewer rows than matrix kernels need to be worth their start.
 BLOCK_ELEMENTS = 2**24
 MINIMUM_ROWS = 16
 

@@ -15,7 +15,7 @@ Half precision would round such a column away; there it travels as three columns
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mgk.ops.problem import MixtureProblem
 from mgk.ops.validation import may_inspect_values
 
-# Where the spread of u over components plus that of w exceeds this, A_ir B_jr can underflow in every component at once.
+# Extra feature columns as (on the query, on the key); None on the query is a column of ones. The first, if any, is the
+# bias of each key.
+Columns: TypeAlias = list[tuple[Tensor | None, Tensor]]
+
+# Where the spread of u over components plus that of w, in logits, exceeds this, A_ir B_jr can underflow in every component
+# at once: fp32 has 87 e-folds below 1, of which exp(s - max) needs the rest.
 FACTORED_SPREAD = 60.0
 
 # cuDNN's backward gives NaN where all logits of a row lie below -88 and the keys do not fill its last tile: it
@@ -35,7 +40,8 @@ CUDA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPB
 # Devices on which mixtures of half-precision inputs are attended in fp32.
 FLOAT32_DEVICES = ("cpu",)
 
-# Height of a block of queries under a causal mask that the stock kernels cannot express.
+# Height of a block of queries under a causal mask that the stock kernels cannot express: low enough that little is
+# computed beyond the diagonal, high enough to keep the kernels busy.
 CAUSAL_BLOCK = 256
 
 # Query-side factors of the three columns that carry one fp32 number in half precision. fp16 has few exponent bits: the
@@ -111,7 +117,7 @@ def _flattened_projected(problem: MixtureProblem) -> Tensor:
     assert isinstance(problem.variance, float)
     query, key = _product_operands(problem)
     bias = _norm_and_prior(problem, key)
-    columns: list[tuple[Tensor | None, Tensor]] = [] if bias is None else [(None, _interleave(bias))]
+    columns: Columns = [] if bias is None else [(None, _interleave(bias))]
     return _attend(problem, query, _interleave(key), problem.value, columns, 1.0 / problem.variance)
 
 
@@ -126,7 +132,7 @@ def _flattened_unequal(problem: MixtureProblem) -> Tensor:
         bias = -0.5 * (key.square() * inverse_variance).sum(-1)
     if problem.log_prior is not None:
         bias = bias + problem.log_prior
-    columns: list[tuple[Tensor | None, Tensor]] = [(None, _interleave(bias))]
+    columns: Columns = [(None, _interleave(bias))]
     if problem.similarity == "gaussian" and not problem.shares_variance:
         norm_factor = (-0.5 * inverse_variance)[..., 0].expand(bias.shape)
         columns.append((query.square().sum(-1), _interleave(norm_factor)))
@@ -142,7 +148,7 @@ def _shifted(problem: MixtureProblem) -> Tensor:
     key = key[:, :, 0]
     bias = _norm_and_prior(problem._replace(log_prior=None, shift=None), key)  # [B, Hkv, Nk], the part without r
 
-    # u_ir + w_jr, measured from the first key so that a common offset of the data leaves both small.
+    # u_ir + w_jr, measured from the origin so that a common offset of the data leaves both small.
     centred_query, centred_key = problem.centred()
     by_group = centred_query.unflatten(1, (-1, problem.group_size))
     u = torch.einsum("bhgid,hrd->bhgir", by_group, shift).flatten(1, 2)  # [B, H, Nq, M]
@@ -167,7 +173,7 @@ def _flattened_shifted(
     """Component r of key j carries a one-hot column that picks u_ir - u_i0; u_i0 is the same for every key."""
     components = w.shape[-1]
     bias = w if bias is None else w + bias[..., None]
-    columns: list[tuple[Tensor | None, Tensor]] = [(None, bias.flatten(2))]
+    columns: Columns = [(None, bias.flatten(2))]
     one_hot = torch.eye(components, dtype=w.dtype, device=w.device)
     for r in range(1, components):
         columns.append((u[..., r] - u[..., 0], one_hot[r].expand(w.shape).flatten(2)))
@@ -266,7 +272,7 @@ def _split_factors(like: Tensor) -> Tensor:
     return torch.cat([like.new_full((1,), factor) for factor in SPLIT_FACTORS[like.dtype]])
 
 
-def _columns_for_query(query: Tensor, columns: list[tuple[Tensor | None, Tensor]]) -> list[Tensor]:
+def _columns_for_query(query: Tensor, columns: Columns) -> list[Tensor]:
     """The query's side of the columns, ``[B, H, Nq, 1 or 3]`` each. ``None`` is a column of ones."""
     if query.dtype not in SPLIT_FACTORS:
         ones = query.new_ones(*query.shape[:-1], 1)
@@ -278,7 +284,7 @@ def _columns_for_query(query: Tensor, columns: list[tuple[Tensor | None, Tensor]
     ]
 
 
-def _columns_for_key(key: Tensor, columns: list[tuple[Tensor | None, Tensor]]) -> list[Tensor]:
+def _columns_for_key(key: Tensor, columns: Columns) -> list[Tensor]:
     """The key's side. Beside a column of the query it is one-hot, exact in any dtype, and takes the factors."""
     if key.dtype not in SPLIT_FACTORS:
         return [on_key[..., None] for _, on_key in columns]
@@ -298,7 +304,7 @@ def _widened(tensor: Tensor, parts: list[Tensor], width: int) -> Tensor:
 
 
 def _attend(
-    problem: MixtureProblem, query: Tensor, key: Tensor, value: Tensor, columns: list[tuple[Tensor | None, Tensor]],
+    problem: MixtureProblem, query: Tensor, key: Tensor, value: Tensor, columns: Columns,
     scale: float, sums_to_one: bool = True,
 ) -> Tensor:  # fmt: skip
     """Softmax attention of ``query [B, H, Nq, D]`` over ``key [B, Hkv, Nk * repeat, D]`` under the problem's masks.
@@ -371,7 +377,7 @@ def _hidden_keys(problem: MixtureProblem) -> Tensor | None:
 
 
 @torch.no_grad()
-def _lowest_logit(query: Tensor, key: Tensor, columns: list[tuple[Tensor | None, Tensor]]) -> Tensor:
+def _lowest_logit(query: Tensor, key: Tensor, columns: Columns) -> Tensor:
     """A lower bound of ``q . k + columns`` over all pairs, one number.
 
     A stand-in for -inf must lie below it, but not absurdly: kernels compare logits of a row with that row's normaliser,
