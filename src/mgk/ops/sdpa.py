@@ -29,8 +29,8 @@ from mgk.ops.validation import may_inspect_values
 # bias of each key.
 Columns: TypeAlias = list[tuple[Tensor | None, Tensor]]
 
-# Where the spread of u over components plus that of w, in logits, exceeds this, A_ir B_jr can underflow in every component
-# at once: fp32 has 87 e-folds below 1, of which exp(s - max) needs the rest.
+# Where the spread of u over components plus that of w, in logits, exceeds this, A_ir B_jr can underflow in all
+# components at once: fp32 has 87 e-folds below 1, of which exp(s - max) needs the rest.
 FACTORED_SPREAD = 60.0
 
 # cuDNN's backward gives NaN where all logits of a row lie below -88 and the keys do not fill its last tile: it
