@@ -397,24 +397,24 @@ def _lowest_logit(query: Tensor, key: Tensor, columns: Columns) -> Tensor:
 def _causal_in_blocks(stock: Any, query: Tensor, key: Tensor, value: Tensor, repeat: int) -> Tensor:
     """Bottom-right causal attention over keys repeated ``repeat`` times, a block of queries at a time.
 
-    Every block's mask is a slice of one shared ``[block, Nk * repeat]`` tensor: autograd saves the masks, and fresh
-    ones would add up to Nq x Nk.
+    Every block's mask is a slice of one shared tensor: autograd saves the masks, and fresh ones would add up to
+    Nq x Nk. So would the copies that CUDA kernels make of misaligned masks; hence all blocks but the last see a
+    multiple of the height, and the shared tensor's width is a multiple of 16.
     """
     num_queries, num_keys = query.shape[2], key.shape[2] // repeat
-    empty_rows = max(0, num_queries - num_keys)
-    height = CAUSAL_BLOCK
+    offset, height = num_keys - num_queries, CAUSAL_BLOCK
     # Row i of a block that ends with key P sees the keys up to P - height + i: counted from the end, all are alike.
-    column = torch.arange(num_keys * repeat, device=query.device) // repeat
+    padded_keys = -(-num_keys // 16) * 16
+    column = torch.arange(padded_keys * repeat, device=query.device) // repeat
     row = torch.arange(height, device=query.device)[:, None]
-    pattern = query.new_zeros(height, num_keys * repeat).masked_fill(column > row + (num_keys - height), -math.inf)
+    pattern = query.new_zeros(height, padded_keys * repeat).masked_fill(column > row + padded_keys - height, -math.inf)
 
-    blocks = [query.new_zeros(*query.shape[:2], empty_rows, value.shape[-1])] if empty_rows else []
-    start = empty_rows
+    start = max(0, -offset)
+    blocks = [query.new_zeros(*query.shape[:2], start, value.shape[-1])] if start > 0 else []
     while start < num_queries:
-        # Blocks end where they are aligned with the last row, so only the first may be lower than `height`.
-        stop = num_queries - (num_queries - start - 1) // height * height
-        visible = (num_keys - num_queries + stop) * repeat
-        mask = pattern[height - (stop - start) :, num_keys * repeat - visible :]
+        stop = min(num_queries, ((offset + start) // height + 1) * height - offset)
+        visible = (offset + stop) * repeat
+        mask = pattern[height - (stop - start) :, padded_keys * repeat - visible :]
         blocks.append(stock(query[:, :, start:stop], key[:, :, :visible], value[:, :, :visible], attn_mask=mask))
         start = stop
     return torch.cat(blocks, dim=2)
