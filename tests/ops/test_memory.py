@@ -5,6 +5,8 @@ import sys
 import textwrap
 
 import pytest
+import torch
+from cases import make_inputs, with_gradients
 
 SOURCE = """
 import resource, sys
@@ -47,3 +49,24 @@ def test_peak_memory_is_linear(kind, causal, backend):
     allowed = 150e6 if backend == "sdpa" else 450e6
     assert peaks[8192] < allowed, peaks
     assert peaks[16384] < 2.2 * max(peaks[8192], 40e6), peaks
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["projected", "shifted"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("backend", ["chunked", "sdpa"])
+def test_peak_memory_is_linear_on_a_gpu(kind, causal, dtype, backend):
+    """At lengths that divide by nothing, where kernels that want aligned masks would copy them."""
+    peaks = {}
+    for length in (8195, 16387):
+        inputs = make_inputs(
+            kind=kind, batch=1, heads=1, queries=length, dim=32, dtype=dtype, device="cuda", is_causal=causal
+        )
+        grad = torch.randn_like(inputs["value"])
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with_gradients(inputs, grad, backend)
+        peaks[length] = torch.cuda.max_memory_allocated() - before
+    assert peaks[16387] < 2.2 * peaks[8195], peaks
+    assert peaks[8195] < 500e6, peaks

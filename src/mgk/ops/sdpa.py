@@ -398,13 +398,14 @@ def _causal_in_blocks(stock: Any, query: Tensor, key: Tensor, value: Tensor, rep
     """Bottom-right causal attention over keys repeated ``repeat`` times, a block of queries at a time.
 
     Every block's mask is a slice of one shared tensor: autograd saves the masks, and fresh ones would add up to
-    Nq x Nk. So would the copies that CUDA kernels make of misaligned masks; hence all blocks but the last see a
-    multiple of the height, and the shared tensor's width is a multiple of 16.
+    Nq x Nk. So would the copies that CUDA kernels make of misaligned masks; hence keys are padded to multiples of 16.
     """
     num_queries, num_keys = query.shape[2], key.shape[2] // repeat
-    offset, height = num_keys - num_queries, CAUSAL_BLOCK
-    # Row i of a block that ends with key P sees the keys up to P - height + i: counted from the end, all are alike.
-    padded_keys = -(-num_keys // 16) * 16
+    offset, alignment = num_keys - num_queries, 16
+    padded_keys = -(-num_keys // alignment) * alignment
+    key, value = (F.pad(x, (0, 0, 0, (padded_keys - num_keys) * repeat)) for x in (key, value))
+    # Counted from the end all blocks are alike: the last row of the pattern sees every key, the one before all but one.
+    height = CAUSAL_BLOCK + alignment
     column = torch.arange(padded_keys * repeat, device=query.device) // repeat
     row = torch.arange(height, device=query.device)[:, None]
     pattern = query.new_zeros(height, padded_keys * repeat).masked_fill(column > row + padded_keys - height, -math.inf)
@@ -412,10 +413,13 @@ def _causal_in_blocks(stock: Any, query: Tensor, key: Tensor, value: Tensor, rep
     start = max(0, -offset)
     blocks = [query.new_zeros(*query.shape[:2], start, value.shape[-1])] if start > 0 else []
     while start < num_queries:
-        stop = min(num_queries, ((offset + start) // height + 1) * height - offset)
-        visible = (offset + stop) * repeat
-        mask = pattern[height - (stop - start) :, padded_keys * repeat - visible :]
-        blocks.append(stock(query[:, :, start:stop], key[:, :, :visible], value[:, :, :visible], attn_mask=mask))
+        stop = min(num_queries, ((offset + start) // CAUSAL_BLOCK + 1) * CAUSAL_BLOCK - offset)
+        last_key = offset + stop
+        aligned = -(-last_key // alignment) * alignment
+        last_row = height - (aligned - last_key)
+        mask = pattern[last_row - (stop - start) : last_row, (padded_keys - aligned) * repeat :]
+        visible = slice(0, aligned * repeat)
+        blocks.append(stock(query[:, :, start:stop], key[:, :, visible], value[:, :, visible], attn_mask=mask))
         start = stop
     return torch.cat(blocks, dim=2)
 
