@@ -168,7 +168,7 @@ def test_shifts_start_apart():
 
 
 def test_compiled_layer_is_the_eager_layer():
-    torch._dynamo.reset()
+    torch.compiler.reset()
     layer = build("smgk-em", is_causal=True)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
     for length in (9, 12):

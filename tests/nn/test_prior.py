@@ -168,7 +168,7 @@ def test_models_without_em_priors_are_left_alone():
 
 
 def test_training_with_em_under_compile_and_autocast():
-    torch._dynamo.reset()
+    torch.compiler.reset()
     layer = em_layer().float()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 11, 16)
