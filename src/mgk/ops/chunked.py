@@ -20,8 +20,10 @@ from torch import Tensor
 
 from mgk.ops.problem import MixtureProblem
 
-# Logits of one block: 64 MiB in fp32; but never fewer rows than matrix kernels need to be worth their start.
+# Logits of one block: on a CPU what its caches hold (16 MiB in fp32), elsewhere what keeps the device busy (64 MiB).
+BLOCK_ELEMENTS_CPU = 2**22
 BLOCK_ELEMENTS = 2**24
+# Fewer rows than this are not worth the start of a matrix kernel.
 MINIMUM_ROWS = 16
 
 
@@ -115,7 +117,8 @@ class _Block(NamedTuple):
 def _blocks(query: Tensor, key: Tensor, is_causal: bool) -> Iterator[_Block]:
     batch, kv_heads, group, num_queries, _ = query.shape
     components, num_keys = key.shape[2], key.shape[3]
-    height = max(MINIMUM_ROWS, BLOCK_ELEMENTS // max(1, batch * kv_heads * group * components * num_keys))
+    budget = BLOCK_ELEMENTS_CPU if query.device.type == "cpu" else BLOCK_ELEMENTS
+    height = max(MINIMUM_ROWS, budget // max(1, batch * kv_heads * group * components * num_keys))
     for number, start in enumerate(range(0, num_queries, height)):
         stop = min(start + height, num_queries)
         visible = max(0, min(num_keys, stop + num_keys - num_queries)) if is_causal else num_keys
