@@ -100,3 +100,19 @@ def test_bias_columns_give_finite_results_in_half_precision(case):
         check(case, "sdpa")
     finally:
         sdpa.FLOAT32_DEVICES = before
+
+
+def test_grouped_heads_in_fp16_whose_gradients_cancel():
+    """Found by the fuzz: each head's gradient overflows fp16, with opposite signs, before the group is added up."""
+    case = {
+        "query": torch.tensor([[[[200.0, -58.0], [-200.0, 113.0]], [[-200.0, -200.0], [80.0, 167.0]]]]).half(),
+        "key": torch.zeros(1, 1, 2, 2).half(),
+        "value": torch.tensor([[[[-171.0], [200.0]]]]).half(),
+        "shift": torch.zeros(1, 1, 2),
+        "similarity": "dot",
+        "assignment": "soft",
+        "is_causal": True,
+        "variance": 0.1,
+    }
+    for backend in BACKENDS:
+        check(case, backend)

@@ -108,7 +108,7 @@ def _needs_float32(problem: MixtureProblem) -> bool:
     """
     if isinstance(problem.variance, Tensor):
         return True
-    stock_alone = _is_plain_softmax(problem) and problem.key_mask is None
+    stock_alone = _is_plain_softmax(problem) and problem.key_mask is None and problem.query.dtype != torch.float16
     return problem.query.device.type in FLOAT32_DEVICES and not stock_alone
 
 
