@@ -3,7 +3,7 @@
 import oracle
 import pytest
 import torch
-from cases import BACKENDS, GRADIENTS, KINDS, attend, make_inputs, padding, relative_error, with_gradients
+from cases import BACKENDS, DEVICE, GRADIENTS, KINDS, attend, make_inputs, padding, relative_error, with_gradients
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -153,6 +153,20 @@ def test_tied_components_share_the_gradient_evenly(backend, device):
     assert first.abs().max() > 0
     assert torch.equal(first, second)
     assert torch.equal(first, third)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the stock GPU kernels promise no order of summation")
+@every_backend
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_repeats_are_equal_to_the_bit(backend, kind, dtype):
+    inputs = make_inputs(kind=kind, queries=300, dim=16, dtype=dtype, is_causal=True)
+    grad = torch.randn_like(inputs["value"])
+    out, gradients = with_gradients(inputs, grad, backend)
+    for _ in range(5):
+        again, again_gradients = with_gradients(inputs, grad, backend)
+        assert torch.equal(again, out)
+        assert all(torch.equal(again_gradients[name], gradients[name]) for name in gradients)
 
 
 @every_backend

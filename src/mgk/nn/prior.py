@@ -33,7 +33,7 @@ class LearnedPrior(nn.Module):
 
     def forward(self) -> Tensor:
         """Log-probabilities ``[Hkv, M]``."""
-        return self.logits.log_softmax(dim=-1, dtype=_at_least_float32(self.logits))
+        return self.logits.log_softmax(dim=-1, dtype=torch.promote_types(self.logits.dtype, torch.float32))
 
     def extra_repr(self) -> str:
         return f"num_kv_heads={self.logits.shape[0]}, num_components={self.logits.shape[1]}"
@@ -152,7 +152,3 @@ def update_priors(model: nn.Module) -> None:
         sums = [part.view_as(s) for part, s in zip(message.split([s.numel() for s in sums]), sums, strict=True)]
     for prior, total in zip(priors, sums, strict=True):
         prior.update(total)
-
-
-def _at_least_float32(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -19,7 +19,8 @@ class MultiheadMixtureAttention(nn.Module):
     """A :class:`MixtureAttention` that is called like ``nn.MultiheadAttention``.
 
     It takes that module's masks (bool with True = *ignore*, or float with 0 and -inf) and its layouts (batch first,
-    sequence first, no batch), and returns its pair of output and weights.
+    sequence first, no batch), and returns its pair of output and weights. A float mask that holds other numbers is
+    refused on the CPU; on a GPU, where masks are not read, such numbers count as 0 unless ``mgk.debug_checks(True)``.
     """
 
     # torch's transformer layers have an evaluation fast path that reads the projections of the attention they hold and

@@ -65,7 +65,7 @@ class LearnedVariance(nn.Module):
             self.log_variance.copy_(torch.tensor(self.initial).log().expand_as(self.log_variance))
 
     def forward(self) -> Tensor:
-        return self.log_variance.float().exp() if self.log_variance.dtype != torch.float64 else self.log_variance.exp()
+        return self.log_variance.to(torch.promote_types(self.log_variance.dtype, torch.float32)).exp()
 
     def extra_repr(self) -> str:
         return f"initial=({', '.join(f'{value:g}' for value in self.initial)})"

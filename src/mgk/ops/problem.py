@@ -60,7 +60,7 @@ class MixtureProblem(NamedTuple):
     @property
     def compute_dtype(self) -> torch.dtype:
         """Norms, priors and sums are never kept in half precision."""
-        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
+        return torch.promote_types(self.query.dtype, torch.float32)
 
     @property
     def is_empty(self) -> bool:
@@ -79,9 +79,8 @@ class MixtureProblem(NamedTuple):
     def centred(self) -> tuple[Tensor, Tensor]:
         """Query and key in the compute precision; for distances moved together by :meth:`origin`.
 
-        Distances do not change, but ``|q|^2 - 2 q.k + |k|^2`` stops cancelling when the data is far from zero: at an
-        offset of 16 standard deviations fp32 keeps 6e-7 instead of 1e-4. The origin is a constant for autograd, since
-        nothing depends on it.
+        Distances do not change, but ``|q|^2 - 2 q.k + |k|^2`` stops cancelling when the data is far from zero
+        (docs/numerics.md). The origin is a constant for autograd, since nothing depends on it.
         """
         query, key = self.query.to(self.compute_dtype), self.key.to(self.compute_dtype)
         if self.similarity == "dot":

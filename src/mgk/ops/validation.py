@@ -196,7 +196,7 @@ def _canonical_log_prior(
             raise ValueError("log_prior must hold numbers below infinity, got NaN or infinity")
         if bool((log_prior.amax(dim=(1, 2)) == -math.inf).any()):
             raise ValueError("log_prior must leave every head a component with a prior above zero, got all -inf")
-    return log_prior.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
+    return log_prior.to(torch.promote_types(query.dtype, torch.float32))
 
 
 def _canonical_variance(
