@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -88,7 +89,10 @@ def mixture_attention(
         problem = _first_order_only(problem)
     problem = _with_centred_dot_products(problem)
     with _without_autocast(problem):
-        out = _ATTENTION[backend](problem)
+        if _may_centre_values(problem):
+            out = _attend_around_common_value(_ATTENTION[backend], problem)
+        else:
+            out = _ATTENTION[backend](problem)
     if problem.query_mask is not None:
         out = out.masked_fill(~problem.query_mask[:, None, :, None], 0.0)
     return with_zero_gradients(out, *parameters)
@@ -244,6 +248,37 @@ def _with_centred_dot_products(problem: MixtureProblem) -> MixtureProblem:
     if problem.similarity != "dot" or problem.key.shape[2] == 1 or not problem.shares_variance or not is_exact:
         return problem
     return problem._replace(key=problem.key - problem.origin()[:, :, None])
+
+
+def _may_centre_values(problem: MixtureProblem) -> bool:
+    """Whether every row that sees a key sees the first valid one, and its weights sum to one.
+
+    Half precision would round the moved values. Plain softmax is left to the stock kernels as it is.
+    """
+    is_exact = problem.query.dtype == problem.compute_dtype
+    per_position_prior = problem.log_prior is not None and problem.log_prior.shape[-1] > 1
+    one_dot_product = problem.similarity == "dot" and problem.key.shape[2] == 1
+    return (
+        is_exact
+        and problem.dropout_p == 0
+        and problem.attn_mask is None
+        and not (per_position_prior or one_dot_product)
+    )
+
+
+def _attend_around_common_value(attention: Callable[[MixtureProblem], Tensor], problem: MixtureProblem) -> Tensor:
+    """Attend to what differs between the values, then add what they have in common: a constant comes back exact.
+
+    The average of values does not care where zero is, but the rounding of a long sum does. A row that sees one key
+    alone returns its value: it must not learn of the second one, not even in its last bit.
+    """
+    first, common = problem.common_value()
+    out = attention(problem._replace(value=problem.value - common))
+    first, common = (x.repeat_interleave(problem.group_size, dim=1) for x in (first, common))
+    if not problem.is_causal and problem.key_mask is None:
+        return first.expand_as(out) if problem.key.shape[3] == 1 else out + common
+    visible = _count_visible_keys(problem)[..., None]
+    return torch.where(visible == 1, first, out + common.masked_fill(visible == 0, 0.0))
 
 
 def _first_order_only(problem: MixtureProblem) -> MixtureProblem:

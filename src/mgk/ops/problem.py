@@ -97,9 +97,26 @@ class MixtureProblem(NamedTuple):
         """
         key = _first_valid(self.key.detach()[:, :, 0], self.key_mask)
         query = _first_valid(self.query.detach()[:, :: self.group_size], self.query_mask)
-        key, query = (x.to(self.compute_dtype).nan_to_num(0.0, 0.0, 0.0) for x in (key, query))
-        smaller = torch.where(key.abs() < query.abs(), key, query)
-        return torch.where(key * query > 0, smaller, 0.0)
+        return _in_common(key.to(self.compute_dtype), query.to(self.compute_dtype))
+
+    def common_value(self) -> tuple[Tensor, Tensor]:
+        """The first valid value, and, detached, what it has in common with the second, ``[B, Hkv, 1, Dv]`` each."""
+        first = _first_valid(self.value, self.key_mask)
+        if self.value.shape[2] == 1:
+            return first, torch.zeros_like(first)
+        if self.key_mask is None:
+            second = self.value[:, :, 1:2]
+        else:
+            later = self.key_mask & (self.key_mask.cumsum(dim=-1) > 1)
+            second = _first_valid(self.value, later)
+        return first, _in_common(first.detach(), second.detach())
+
+
+def _in_common(one: Tensor, other: Tensor) -> Tensor:
+    """Coordinate by coordinate the smaller of the two, or 0 where their signs differ or one is not finite."""
+    one, other = (x.nan_to_num(0.0, 0.0, 0.0) for x in (one, other))
+    smaller = torch.where(one.abs() < other.abs(), one, other)
+    return torch.where(one * other > 0, smaller, 0.0)
 
 
 def _first_valid(tensor: Tensor, mask: Tensor | None) -> Tensor:
