@@ -267,7 +267,7 @@ def _may_centre_values(problem: MixtureProblem) -> bool:
 
 
 def _attend_around_common_value(attention: Callable[[MixtureProblem], Tensor], problem: MixtureProblem) -> Tensor:
-    """Attend to what differs between the values, then add what they have in common: a constant comes back exact.
+    """Attend to what differs between nearly constant values, then add the constant: it comes back exact.
 
     The average of values does not care where zero is, but the rounding of a long sum does. A row that sees one key
     alone returns its value: it must not learn of the second one, not even in its last bit.
@@ -275,8 +275,6 @@ def _attend_around_common_value(attention: Callable[[MixtureProblem], Tensor], p
     first, common = problem.common_value()
     out = attention(problem._replace(value=problem.value - common))
     first, common = (x.repeat_interleave(problem.group_size, dim=1) for x in (first, common))
-    if not problem.is_causal and problem.key_mask is None:
-        return first.expand_as(out) if problem.key.shape[3] == 1 else out + common
     visible = _count_visible_keys(problem)[..., None]
     return torch.where(visible == 1, first, out + common.masked_fill(visible == 0, 0.0))
 

@@ -7,6 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# A value channel whose first two entries differ by less than this, relative to their size, lies around a constant.
+CHANNEL_SPREAD = 2.0**-10
+
 
 class MixtureProblem(NamedTuple):
     """What every backend receives.
@@ -100,7 +103,11 @@ class MixtureProblem(NamedTuple):
         return _in_common(key.to(self.compute_dtype), query.to(self.compute_dtype))
 
     def common_value(self) -> tuple[Tensor, Tensor]:
-        """The first valid value, and, detached, what it has in common with the second, ``[B, Hkv, 1, Dv]`` each."""
+        """The first valid value, and, detached, where zero may be moved to before values are summed.
+
+        Both ``[B, Hkv, 1, Dv]``. The second is 0 except in channels in which the first two values nearly agree. To move
+        the others would cost: values around zero average to little, and the gradients live on that.
+        """
         first = _first_valid(self.value, self.key_mask)
         if self.value.shape[2] == 1:
             return first, torch.zeros_like(first)
@@ -109,7 +116,9 @@ class MixtureProblem(NamedTuple):
         else:
             later = self.key_mask & (self.key_mask.cumsum(dim=-1) > 1)
             second = _first_valid(self.value, later)
-        return first, _in_common(first.detach(), second.detach())
+        common = _in_common(first.detach(), second.detach())
+        agree = (first.detach() - second.detach()).abs() <= CHANNEL_SPREAD * common.abs()
+        return first, torch.where(agree, common, 0.0)
 
 
 def _in_common(one: Tensor, other: Tensor) -> Tensor:
