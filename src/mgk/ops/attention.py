@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mgk.ops import chunked, reference, sdpa
-from mgk.ops.autograd import first_order_only, with_zero_gradients
+from mgk.ops.autograd import first_order_only, with_value, with_zero_gradients
 from mgk.ops.problem import MixtureProblem
-from mgk.ops.validation import check_choice, make_problem
+from mgk.ops.validation import check_choice, make_problem, may_inspect_values
 
 BACKENDS = ("auto", "reference", "chunked", "sdpa", "triton")
 STATISTICS_BACKENDS = ("auto", "reference", "chunked")
@@ -270,13 +270,20 @@ def _attend_around_common_value(attention: Callable[[MixtureProblem], Tensor], p
     """Attend to what differs between nearly constant values, then add the constant: it comes back exact.
 
     The average of values does not care where zero is, but the rounding of a long sum does. A row that sees one key
-    alone returns its value: it must not learn of the second one, not even in its last bit.
+    alone is given its value: it must not learn of the second one, not even in its last bit.
     """
     first, common = problem.common_value()
-    out = attention(problem._replace(value=problem.value - common))
-    first, common = (x.repeat_interleave(problem.group_size, dim=1) for x in (first, common))
-    visible = _count_visible_keys(problem)[..., None]
-    return torch.where(visible == 1, first, out + common.masked_fill(visible == 0, 0.0))
+    # Where it can be asked without stalling a device: mostly there is no constant to move.
+    is_moved = not may_inspect_values(common) or bool(common.any())
+    out = attention(problem._replace(value=problem.value - common) if is_moved else problem)
+    if not (is_moved or problem.is_causal or problem.key_mask is not None or problem.key.shape[3] == 1):
+        return out
+    with torch.no_grad():
+        visible = _count_visible_keys(problem)[..., None]
+        first, common = (x.repeat_interleave(problem.group_size, dim=1) for x in (first, common))
+        exact = out + common.masked_fill(visible == 0, 0.0) if is_moved else out
+        exact = torch.where(visible == 1, first, exact)
+    return with_value(out, exact)
 
 
 def _first_order_only(problem: MixtureProblem) -> MixtureProblem:

@@ -1,4 +1,4 @@
-"""Two identities that only autograd sees."""
+"""Identities that only autograd sees."""
 
 from __future__ import annotations
 
@@ -57,3 +57,19 @@ def first_order_only(tensor: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or not tensor.requires_grad or not torch.is_grad_enabled():
         return tensor
     return _FirstOrderOnly.apply(tensor)
+
+
+class _WithValue(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def with_value(tensor: Tensor, value: Tensor) -> Tensor:
+    """``value``, with the gradient of ``tensor``: for two expressions that are equal but for rounding."""
+    result: Tensor = _WithValue.apply(tensor, value)
+    return result

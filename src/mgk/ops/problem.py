@@ -103,21 +103,22 @@ class MixtureProblem(NamedTuple):
         return _in_common(key.to(self.compute_dtype), query.to(self.compute_dtype))
 
     def common_value(self) -> tuple[Tensor, Tensor]:
-        """The first valid value, and, detached, where zero may be moved to before values are summed.
+        """The first valid value, and where zero may be moved to before values are summed.
 
-        Both ``[B, Hkv, 1, Dv]``. The second is 0 except in channels in which the first two values nearly agree. To move
-        the others would cost: values around zero average to little, and the gradients live on that.
+        Both ``[B, Hkv, 1, Dv]``, detached. The second is 0 except in channels in which the first two values nearly
+        agree. To move the others would cost: values around zero average to little, and the gradients live on that.
         """
-        first = _first_valid(self.value, self.key_mask)
-        if self.value.shape[2] == 1:
+        value = self.value.detach()
+        first = _first_valid(value, self.key_mask)
+        if value.shape[2] == 1:
             return first, torch.zeros_like(first)
         if self.key_mask is None:
-            second = self.value[:, :, 1:2]
+            second = value[:, :, 1:2]
         else:
             later = self.key_mask & (self.key_mask.cumsum(dim=-1) > 1)
-            second = _first_valid(self.value, later)
-        common = _in_common(first.detach(), second.detach())
-        agree = (first.detach() - second.detach()).abs() <= CHANNEL_SPREAD * common.abs()
+            second = _first_valid(value, later)
+        common = _in_common(first, second)
+        agree = (first - second).abs() <= CHANNEL_SPREAD * common.abs()
         return first, torch.where(agree, common, 0.0)
 
 
