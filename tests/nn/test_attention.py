@@ -120,7 +120,7 @@ def test_dropout_acts_in_training_only():
 
 def test_qk_norm_normalises_every_component():
     layer = build("smgk", qk_norm=True)
-    _, key, shift = layer._project(torch.randn(2, 9, 24).double(), torch.randn(2, 9, 24).double())
+    key, shift = layer.project_key(torch.randn(2, 9, 24).double())
     assert shift is None
     assert key.shape == (2, 4, 2, 9, 8)
     assert (key.square().mean(-1) - 1).abs().max() < 1e-6

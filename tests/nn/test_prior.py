@@ -22,7 +22,7 @@ def em_layer(**options) -> mgk.MixtureAttention:
 
 def responsibilities(layer: mgk.MixtureAttention, x: torch.Tensor, **masks) -> torch.Tensor:
     """Sums over pairs, by the public function."""
-    query, key, shift = layer._project(x, x)
+    query, (key, shift) = layer.project_query(x), layer.project_key(x)
     return mgk.mixture_responsibilities(
         query, key, shift=shift, log_prior=layer.prior(), variance=layer.variance(), reduction="sum", **masks
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mgk.nn.keys import ProjectedKeys, ShiftedKeys
@@ -170,29 +172,16 @@ class MixtureAttention(nn.Module):
         Returns:
             ``[B, Nq, embed_dim]``.
         """
-        is_causal = self.is_causal if is_causal is None else is_causal
         is_self_attention = key is None or key is query
         key = query if key is None else key
         value = key if value is None else value
-        q, k, shift = self._project(query, key)
-        self._check_width("value", value)
-        v = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
-        log_prior, variance = self.prior(), self.variance()
-        out = mixture_attention(
-            q, k, v, shift=shift, log_prior=log_prior, variance=variance, similarity=self.similarity,
-            assignment=self.assignment, is_causal=is_causal, key_mask=key_mask, query_mask=query_mask,
-            attn_mask=attn_mask, dropout_p=self.dropout if self.training else 0.0, backend=self.backend,
-        )  # fmt: skip
-        if isinstance(self.prior, EMPrior):
-            if query_mask is None and is_self_attention:
-                # A padded token is no valid query either; its output is left alone, but it is not counted.
-                query_mask = key_mask
-            out = self.prior.gather(
-                out, q, k, shift=shift, log_prior=log_prior, variance=variance, similarity=self.similarity,
-                is_causal=is_causal, key_mask=key_mask, query_mask=query_mask, attn_mask=attn_mask,
-            )  # fmt: skip
-        projected: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))
-        return projected
+        q = self.project_query(query)
+        k, shift = self.project_key(key)
+        return self.attend(
+            q, k, self.project_value(value), shift=shift, key_mask=key_mask,
+            query_mask=query_mask, attn_mask=attn_mask, is_causal=self.is_causal if is_causal is None else is_causal,
+            is_self_attention=is_self_attention,
+        )[0]  # fmt: skip
 
     def attention_weights(
         self,
@@ -205,25 +194,86 @@ class MixtureAttention(nn.Module):
         is_causal: bool | None = None,
     ) -> Tensor:
         """The weights that :meth:`forward` would use without dropout, ``[B, H, Nq, Nk]``, materialised for analysis."""
-        q, k, shift = self._project(query, query if key is None else key)
+        k, shift = self.project_key(query if key is None else key)
         return mixture_weights(
-            q, k, shift=shift, log_prior=self.prior(), variance=self.variance(), similarity=self.similarity,
-            assignment=self.assignment, is_causal=self.is_causal if is_causal is None else is_causal,
+            self.project_query(query), k, shift=shift, log_prior=self.prior(), variance=self.variance(),
+            similarity=self.similarity, assignment=self.assignment,
+            is_causal=self.is_causal if is_causal is None else is_causal,
             key_mask=key_mask, query_mask=query_mask, attn_mask=attn_mask,
         )  # fmt: skip
 
-    def _project(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Queries ``[B, H, Nq, D]``, keys as the attention takes them, and shifts if they are still to be added."""
+    def project_query(self, query: Tensor) -> Tensor:
+        """``[B, Nq, embed_dim]`` to ``[B, H, Nq, D]``."""
         self._check_width("query", query)
+        q: Tensor = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        # Under autocast the projections are in half precision, but the gains of the norms are not.
+        return q if self.q_norm is None else self.q_norm(q.to(self.q_norm.weight.dtype))
+
+    def project_key(self, key: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``[B, Nk, embed_dim]`` to keys as the attention takes them, and the shifts that it is still to add, if any.
+
+        The keys are ``[B, Hkv, Nk, D]`` where shifts follow, else ``[B, Hkv, M, Nk, D]``.
+        """
         self._check_width("key", key)
-        q = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         k, shift = self.keys(self.k_proj(key)), self.keys.shift
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.k_norm is not None:
             if shift is not None:
                 k, shift = k[:, :, None] + shift.to(k.dtype)[:, :, None, :], None
-            # Under autocast the projections are in half precision, but the gains are not.
-            q, k = self.q_norm(q.to(self.q_norm.weight.dtype)), self.k_norm(k.to(self.k_norm.weight.dtype))
-        return q, k, shift
+            k = self.k_norm(k.to(self.k_norm.weight.dtype))
+        return k, shift
+
+    def project_value(self, value: Tensor) -> Tensor:
+        """``[B, Nk, embed_dim]`` to ``[B, Hkv, Nk, D]``."""
+        self._check_width("value", value)
+        return self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        shift: Tensor | None,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        is_self_attention: bool,
+        need_weights: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend with what has been projected, and project back.
+
+        Returns:
+            ``[B, Nq, embed_dim]``; and, where ``need_weights`` asks for them, the weights ``[B, H, Nq, Nk]`` that it
+            was computed from, dropout included.
+        """
+        log_prior, variance = self.prior(), self.variance()
+        mixture: dict[str, Any] = {
+            "shift": shift,
+            "log_prior": log_prior,
+            "variance": variance,
+            "similarity": self.similarity,
+        }
+        visible: dict[str, Any] = {
+            "is_causal": is_causal,
+            "key_mask": key_mask,
+            "query_mask": query_mask,
+            "attn_mask": attn_mask,
+        }
+        dropout, weights = self.dropout if self.training else 0.0, None
+        if need_weights:
+            weights = F.dropout(mixture_weights(q, k, assignment=self.assignment, **mixture, **visible), dropout)
+            out = weights @ v.to(weights.dtype).repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
+        else:
+            out = mixture_attention(
+                q, k, v, assignment=self.assignment, dropout_p=dropout, backend=self.backend, **mixture, **visible
+            )
+        if isinstance(self.prior, EMPrior):
+            if query_mask is None and is_self_attention:
+                # A padded token is no valid query either; its output is left alone, but it is not counted.
+                visible["query_mask"] = key_mask
+            out = self.prior.gather(out, q, k, **mixture, **visible)
+        return self.out_proj(out.transpose(1, 2).flatten(2)), weights
 
     def _check_width(self, name: str, tensor: Tensor) -> None:
         if tensor.ndim != 3 or tensor.shape[-1] != self.embed_dim:

@@ -1,0 +1,120 @@
+"""The attention layer inside a model: rotary positions and caches around :class:`mgk.MixtureAttention`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from mgk.models.configuration import MGKConfig
+from mgk.models.positions import Rotation
+from mgk.models.visibility import Visibility
+from mgk.nn import PRESETS, MixtureAttention
+
+# transformers' names of attention implementations, and the backends they mean. `auto` takes the stock kernels of `sdpa`
+# wherever they can do what was asked, and blocks of plain torch otherwise.
+BACKENDS = {"eager": "reference", "sdpa": "auto", "triton": "triton"}
+
+
+class MGKAttention(MixtureAttention):
+    """Self- or cross-attention with the mixture that the configuration names.
+
+    A cache holds what the attention needs of a token and nothing more: keys ``[B, Hkv, N, W]``, where W is the head's
+    width for shifted keys (one key per token; the shifts are added when it is read) and M times that for M projected
+    keys, and values ``[B, Hkv, N, D]``. Rotary positions turn keys before they are cached; shifts come after the
+    rotation. With ``qk_norm`` the norm needs the shifted keys, so there all M are normalised, rotated and cached.
+    """
+
+    def __init__(self, config: MGKConfig, layer_idx: int, *, is_causal: bool = False, is_cross: bool = False) -> None:
+        options: dict[str, Any] = asdict(PRESETS[config.attention])
+        if config.num_components is not None:
+            options["num_components"] = config.num_components
+        super().__init__(
+            config.hidden_size, config.num_attention_heads, head_dim=config.head_dim,
+            num_kv_heads=config.num_key_value_heads, qk_norm=config.qk_norm, bias=config.attention_bias,
+            dropout=config.attention_dropout, learn_variance=config.learn_variance,
+            variance_scale=config.variance_scale, shift_init_std=config.shift_init_std, is_causal=is_causal,
+            prior_momentum=config.prior_momentum, **options,
+        )  # fmt: skip
+        self.config = config
+        self.layer_idx = layer_idx
+        self.is_cross = is_cross
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        visibility: Visibility,
+        *,
+        context: Tensor | None = None,
+        rotation: Rotation | None = None,
+        cache: Cache | None = None,
+        output_attentions: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend.
+
+        Args:
+            hidden_states: ``[B, Nq, hidden_size]``.
+            visibility: which keys each token may see.
+            context: ``[B, Nk, hidden_size]``, what cross-attention attends to.
+            rotation: turns queries and keys; ``None`` without rotary positions.
+            cache: takes the new keys and values and gives all of them.
+            output_attentions: whether to return the weights, which materialises them.
+
+        Returns:
+            ``[B, Nq, hidden_size]`` and the weights ``[B, H, Nq, Nk]``, or ``None``.
+        """
+        # Read at every call: `model.set_attn_implementation` may change it.
+        self.backend = BACKENDS.get(self.config._attn_implementation, "auto")
+        query = self.project_query(hidden_states)
+        if rotation is not None:
+            query = rotation(query)
+        if self.is_cross:
+            keys, value = self._context_keys(context, cache)
+        else:
+            keys, value = self._new_keys(hidden_states, rotation)
+            if isinstance(cache, EncoderDecoderCache):
+                cache = cache.self_attention_cache
+            if cache is not None:
+                keys, value = cache.update(keys, value, self.layer_idx)
+                # A static cache gives all its slots.
+                keys, value = keys[:, :, : visibility.length], value[:, :, : visibility.length]
+        return self.attend(
+            query, self._unpack(keys), value, shift=None if self.qk_norm else self.keys.shift,
+            key_mask=visibility.key_mask, query_mask=visibility.query_mask, attn_mask=visibility.attn_mask,
+            is_causal=visibility.is_causal, is_self_attention=not self.is_cross, need_weights=output_attentions,
+        )  # fmt: skip
+
+    def _new_keys(self, hidden_states: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+        """Keys and values as the cache holds them."""
+        key, _ = self.project_key(hidden_states)
+        if rotation is not None:
+            key = rotation(key)
+        packed = key if key.ndim == 4 else key.transpose(2, 3).flatten(3)
+        return packed, self.project_value(hidden_states)
+
+    def _context_keys(self, context: Tensor | None, cache: Cache | None) -> tuple[Tensor, Tensor]:
+        """The encoder's keys and values: projected once, then kept."""
+        if isinstance(cache, EncoderDecoderCache):
+            memory = cache.cross_attention_cache
+            if cache.is_updated.get(self.layer_idx):
+                layer = memory.layers[self.layer_idx]
+                return layer.keys, layer.values
+        if context is None:
+            raise ValueError("cross-attention needs encoder_hidden_states, got None and no cache that holds them")
+        keys, value = self._new_keys(context, None)
+        if isinstance(cache, EncoderDecoderCache):
+            keys, value = memory.update(keys, value, self.layer_idx)
+            cache.is_updated[self.layer_idx] = True
+        return keys, value
+
+    def _unpack(self, packed: Tensor) -> Tensor:
+        """``[B, Hkv, N, M * D]`` to ``[B, Hkv, M, N, D]``; one key per token stays as it is."""
+        if packed.shape[-1] == self.head_dim:
+            return packed
+        return packed.unflatten(-1, (-1, self.head_dim)).transpose(2, 3)
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.k_norm is not None

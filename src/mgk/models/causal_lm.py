@@ -1,0 +1,109 @@
+"""The language model."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from mgk.models.adaptive_softmax import AdaptiveSoftmax
+from mgk.models.configuration import MGKConfig
+from mgk.models.loss import IGNORED, check_labels, cross_entropy, mean_loss, shifted_labels
+from mgk.models.model import MGKModel
+from mgk.models.pretrained import MGKPreTrainedModel
+
+
+class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
+    """A causal stack that predicts the next token, with a plain or an adaptive softmax, and ``generate``."""
+
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: MGKConfig) -> None:
+        config.is_decoder = True
+        super().__init__(config)
+        self.model = MGKModel(config)
+        self.lm_head: nn.Linear | AdaptiveSoftmax
+        if config.adaptive_cutoffs is None:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        else:
+            self.lm_head = AdaptiveSoftmax(config.hidden_size, config.vocab_size, config.adaptive_cutoffs)
+        self.post_init()
+
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Give the vocabulary another size."""
+        if new_num_tokens not in (None, self.config.vocab_size) and isinstance(self.lm_head, AdaptiveSoftmax):
+            raise ValueError(
+                f"the clusters of an adaptive softmax end at vocab_size={self.config.vocab_size}, "
+                f"which cannot become {new_num_tokens}"
+            )
+        return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits ``[B, N, V]``, and the loss where labels are given.
+
+        With an adaptive softmax the logits are log-probabilities, and where labels are given there are none: the loss
+        never forms them.
+
+        Args:
+            input_ids: ``[B, N]``. This and the rest as in :meth:`MGKModel.forward`.
+            attention_mask: see there.
+            position_ids: see there.
+            past_key_values: see there.
+            inputs_embeds: see there.
+            labels: ``[B, N]``, the tokens themselves (position i predicts label i + 1), -100 where nothing counts.
+            use_cache: see there.
+            logits_to_keep: how many positions from the end, or which, to compute logits for; 0 is all.
+            shift_labels: ``[B, N]``, what each position predicts, instead of ``labels``.
+            num_items_in_batch: divides the summed loss instead of the number of labels.
+        """
+        outputs = self.model(
+            input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
+        )  # fmt: skip
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden_states = outputs.last_hidden_state[:, kept]
+        targets = shift_labels
+        if targets is None and labels is not None:
+            targets = shifted_labels(labels)
+        logits, loss = None, None
+        if isinstance(self.lm_head, nn.Linear) or targets is None:
+            logits = self.lm_head(hidden_states)
+        if targets is not None:
+            loss = self._loss(hidden_states, logits, targets[:, kept], num_items_in_batch)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _loss(
+        self, hidden_states: Tensor, logits: Tensor | None, targets: Tensor, num_items: int | Tensor | None
+    ) -> Tensor:
+        if logits is not None:
+            return cross_entropy(logits, targets, num_items)
+        assert isinstance(self.lm_head, AdaptiveSoftmax)
+        check_labels(targets, self.config.vocab_size)
+        counted = targets.flatten() != IGNORED
+        losses = self.lm_head.loss(hidden_states.flatten(0, 1), targets.flatten().masked_fill(~counted, 0))
+        return mean_loss(torch.where(counted, losses, 0.0).sum(), targets, num_items)

@@ -1,0 +1,93 @@
+"""Classification of a sequence: the Long Range Arena model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.utils.generic import can_return_tuple
+
+from mgk.models.configuration import MGKConfig
+from mgk.models.loss import cross_entropy
+from mgk.models.model import MGKModel
+from mgk.models.pretrained import MGKPreTrainedModel
+
+
+def mean_over_tokens(hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Mean over the tokens that are not padding, ``[B, N, d]`` to ``[B, d]``. A row of padding alone is 0."""
+    if attention_mask is None:
+        return hidden_states.mean(dim=1)
+    if attention_mask.ndim != 2:
+        raise ValueError(f"attention_mask must have shape [B, N] to take a mean, got {list(attention_mask.shape)}")
+    valid = attention_mask.bool()[..., None]
+    total = hidden_states.masked_fill(~valid, 0.0).sum(dim=1)
+    return total / valid.sum(dim=1).clamp(min=1)
+
+
+class ClassificationHead(nn.Module):
+    """``Linear, ReLU, Linear``."""
+
+    def __init__(self, input_size: int, config: MGKConfig) -> None:
+        super().__init__()
+        assert config.num_labels is not None
+        self.dense = nn.Linear(input_size, config.classifier_size)
+        self.out_proj = nn.Linear(config.classifier_size, config.num_labels)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.out_proj(F.relu(self.dense(features)))
+
+
+def classification_loss(config: MGKConfig, logits: Tensor, labels: Tensor, num_items: int | Tensor | None) -> Tensor:
+    """The loss that ``config.problem_type`` names; ``None`` asks the labels, as transformers does."""
+    problem = config.problem_type
+    if problem is None:
+        if config.num_labels == 1:
+            problem = "regression"
+        elif labels.dtype in (torch.int64, torch.int32):
+            problem = "single_label_classification"
+        else:
+            problem = "multi_label_classification"
+    if problem == "regression":
+        return F.mse_loss(logits.squeeze(-1) if config.num_labels == 1 else logits, labels.to(logits.dtype))
+    if problem == "multi_label_classification":
+        return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
+    return cross_entropy(logits, labels.flatten(), num_items)
+
+
+class MGKForSequenceClassification(MGKPreTrainedModel):
+    """The Long Range Arena classifier: mean of the last states over valid tokens, then a small MLP."""
+
+    def __init__(self, config: MGKConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = MGKModel(config)
+        self.classifier = ClassificationHead(config.hidden_size, config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        """Logits ``[B, num_labels]``, and the loss where ``labels [B]`` are given.
+
+        The other arguments are those of :meth:`MGKModel.forward`.
+        """
+        outputs = self.model(
+            input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,
+            **{**kwargs, "use_cache": False},
+        )  # fmt: skip
+        logits = self.classifier(mean_over_tokens(outputs.last_hidden_state, attention_mask))
+        loss = None if labels is None else classification_loss(self.config, logits, labels, num_items_in_batch)
+        return SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )

@@ -1,0 +1,206 @@
+"""The configuration of every model of the library."""
+
+# No postponed annotations here: transformers checks every value against the type of its field.
+import difflib
+import math
+from dataclasses import fields
+from typing import Any, Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+from mgk.nn.presets import LINEAR_PRESETS, PRESETS
+
+# Keys that transformers reads, or once wrote, without a field for them. They pass through to PreTrainedConfig.
+KEYS_OF_TRANSFORMERS = {
+    "add_cross_attention", "attn_implementation", "auto_map", "bad_words_ids", "cls_token_id",
+    "cross_attention_hidden_size", "custom_pipelines", "early_stopping", "experts_implementation", "finetuning_task",
+    "forced_bos_token_id", "forced_eos_token_id", "is_remote_code", "mask_token_id", "max_length", "model_type",
+    "name_or_path", "num_labels", "output_attentions", "partial_rotary_factor", "per_layer_config", "prefix",
+    "pruned_heads", "quantization_config", "rope_scaling", "rope_theta", "sep_token_id", "task_specific_params",
+    "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "torch_dtype", "torchscript", "transformers_weights",
+    "use_bfloat16",
+}  # fmt: skip
+
+
+@strict
+class MGKConfig(PreTrainedConfig):
+    """What a model is made of. :func:`mgk.models.architecture` has the paper's models by name.
+
+    One class serves every model; what a model has no use for is ignored by it (a classifier has no
+    ``adaptive_cutoffs``). Keys that nobody knows are refused, a misspelt one with the nearest name.
+    """
+
+    model_type = "mgk"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    attention: str = "smgk"
+    """The attention of every layer, one of :data:`mgk.nn.PRESETS`."""
+    num_components: int | None = None
+    """Keys per position; ``None`` is what the preset says."""
+    qk_norm: bool = False
+    """Normalise queries and keys before the similarity."""
+    learn_variance: bool = False
+    """Learn a variance per key/value head and component."""
+    variance_scale: int | float | list[int | float] | tuple[int | float, ...] = 1.0
+    """Variance over ``sqrt(head_dim)``, one number or one per component."""
+    shift_init_std: int | float = 1.0
+    """Standard deviation of the initial shifts."""
+    prior_momentum: int | float = 0.0
+    """How much of the old prior an EM update keeps."""
+
+    vocab_size: int = 32000
+    """Tokens of the vocabulary; of the target's in translation."""
+    source_vocab_size: int | None = None
+    """Tokens of the source's own vocabulary in translation; ``None``: source and target share one."""
+    hidden_size: int = 256
+    """Width of the residual stream."""
+    num_hidden_layers: int = 4
+    """Layers; of the encoder in translation."""
+    decoder_layers: int | None = None
+    """Layers of the decoder in translation; ``None`` is ``num_hidden_layers``."""
+    num_attention_heads: int = 4
+    """Query heads."""
+    num_key_value_heads: int | None = None
+    """Key/value heads, a divisor of ``num_attention_heads``; ``None``: as many, 1: multi-query."""
+    head_dim: int | None = None
+    """Width of a head; ``None`` is ``hidden_size / num_attention_heads``. Keep it when you halve the heads."""
+    intermediate_size: int = 1024
+    """Width of the feed-forward network."""
+    hidden_act: str = "gelu"
+    """Its activation, a name that transformers knows."""
+    gated_mlp: bool = False
+    """Multiply the activation by a second projection (SwiGLU with ``hidden_act="silu"``)."""
+    attention_bias: bool = True
+    """Biases in the projections of the attention."""
+    mlp_bias: bool = True
+    """Biases in the feed-forward network."""
+    norm: Literal["layer", "rms"] = "layer"
+    """Kind of the norms."""
+    norm_placement: Literal["pre", "post"] = "pre"
+    """Norm before each sublayer and once at the end, or after each residual sum."""
+    norm_eps: int | float = 1e-5
+    """Added to the variance inside the norms."""
+
+    positions: Literal["learned", "sinusoidal", "rotary", "none"] = "rotary"
+    """How tokens know where they are."""
+    max_position_embeddings: int = 2048
+    """Length of the table of learned positions; for the others the length the model is meant for."""
+    rope_parameters: dict | None = None
+    """Rotary frequencies, as transformers writes them."""
+    scale_embeddings: bool = False
+    """Multiply token embeddings by ``sqrt(hidden_size)``."""
+
+    dropout: int | float = 0.0
+    """Dropout after embeddings, attention and feed-forward network."""
+    attention_dropout: int | float = 0.0
+    """Dropout on attention weights."""
+    activation_dropout: int | float = 0.0
+    """Dropout inside the feed-forward network."""
+
+    classifier_size: int = 128
+    """Hidden width of the classification head."""
+    adaptive_cutoffs: list[int] | None = None
+    """Where the clusters of an adaptive softmax end, in tokens sorted by frequency; ``None``: a plain softmax."""
+    tie_word_embeddings: bool = True
+    """One table for input tokens and output logits."""
+
+    initialization: Literal["normal", "torch", "xavier"] = "normal"
+    """Of the projections: normal with ``initializer_range``, torch's own, or Xavier uniform."""
+    initializer_range: int | float = 0.02
+    """Standard deviation of normal weights and embeddings (Xavier: embeddings have ``hidden_size ** -0.5``)."""
+
+    use_cache: bool = True
+    """Keep keys and values while generating."""
+    is_decoder: bool = False
+    """Causal self-attention. :class:`mgk.models.MGKForCausalLM` sets it."""
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    decoder_start_token_id: int | None = None
+    tokenizer_sha256: str | None = None
+    """Fingerprint of the tokenizer the weights belong to: :func:`mgk.models.fingerprint`."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self._refuse_unknown(kwargs)
+        if isinstance(self.variance_scale, tuple):
+            self.variance_scale = list(self.variance_scale)
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None and self.num_attention_heads > 0:
+            if self.hidden_size % self.num_attention_heads != 0:
+                raise ValueError(
+                    f"hidden_size must be a multiple of num_attention_heads, or head_dim given, "
+                    f"got {self.hidden_size} and {self.num_attention_heads}"
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.is_encoder_decoder and self.decoder_layers is None:
+            self.decoder_layers = self.num_hidden_layers
+        super().__post_init__(**kwargs)
+
+    def _refuse_unknown(self, keys: dict[str, Any]) -> None:
+        """Refuse a key that is close to one of ours, and any other that transformers cannot have written."""
+        base = KEYS_OF_TRANSFORMERS | vars(PreTrainedConfig()).keys()
+        own = {field.name for field in fields(self)} | {"num_labels"}
+        for key in sorted(keys):
+            if key in base or key.startswith("_") or _is_generation_setting(key):
+                continue
+            nearest = difflib.get_close_matches(key, own, n=1, cutoff=0.75)
+            if nearest:
+                raise ValueError(f"MGKConfig has no key {key!r}: did you mean {nearest[0]!r}?")
+            if self.transformers_version is None:
+                raise ValueError(f"MGKConfig has no key {key!r}: see the fields of mgk.models.MGKConfig")
+
+    def validate_architecture(self) -> None:
+        """Called by transformers after construction."""
+        if self.attention in LINEAR_PRESETS:
+            raise ValueError(
+                f"attention={self.attention!r} is linear attention, which this version does not have: "
+                f"use one of {', '.join(PRESETS)}"
+            )
+        if self.attention not in PRESETS:
+            nearest = difflib.get_close_matches(self.attention, PRESETS, n=1)
+            hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+            raise ValueError(f"attention must be one of {', '.join(PRESETS)}, got {self.attention!r}{hint}")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act must be an activation that transformers knows, got {self.hidden_act!r}")
+        for name in (
+            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+            "intermediate_size", "max_position_embeddings", "classifier_size", "num_components", "decoder_layers",
+            "source_vocab_size",
+        ):  # fmt: skip
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+        assert self.num_key_value_heads is not None
+        assert self.head_dim is not None
+        if self.num_attention_heads % self.num_key_value_heads != 0:
+            raise ValueError(
+                f"num_attention_heads must be a multiple of num_key_value_heads, "
+                f"got {self.num_attention_heads} and {self.num_key_value_heads}"
+            )
+        for name in ("dropout", "attention_dropout", "activation_dropout", "prior_momentum"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+        for name in ("norm_eps", "initializer_range", "shift_init_std"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
+        if self.positions == "rotary" and self.head_dim % 2 != 0:
+            raise ValueError(f"positions='rotary' needs an even head_dim, got {self.head_dim}")
+        if self.positions == "sinusoidal" and self.hidden_size % 2 != 0:
+            raise ValueError(f"positions='sinusoidal' needs an even hidden_size, got {self.hidden_size}")
+        cutoffs = self.adaptive_cutoffs
+        if cutoffs is not None and (
+            len(cutoffs) == 0 or [0, *cutoffs, self.vocab_size] != sorted({0, *cutoffs, self.vocab_size})
+        ):
+            raise ValueError(
+                f"adaptive_cutoffs must grow from above 0 to below vocab_size={self.vocab_size}, got {cutoffs}"
+            )
+
+
+def _is_generation_setting(key: str) -> bool:
+    """Settings of generation that transformers drops from a model's configuration."""
+    from transformers import GenerationConfig
+
+    return hasattr(GenerationConfig(), key)

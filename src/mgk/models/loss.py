@@ -1,0 +1,54 @@
+"""Cross entropy that is defined for every batch."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mgk.ops.validation import may_inspect_values
+
+IGNORED = -100
+"""A label that counts for nothing, as everywhere in transformers."""
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, num_items: int | Tensor | None = None) -> Tensor:
+    """Mean of ``-log softmax(logits)[label]`` over the labels that are not ignored, in fp32 or better.
+
+    Args:
+        logits: ``[..., C]``.
+        labels: ``[...]``, in ``[0, C)`` or :data:`IGNORED`.
+        num_items: divide the sum by this instead of the number of labels, as gradient accumulation asks.
+
+    Returns:
+        A scalar. Without any label to predict it is 0, with a warning, and so is its gradient.
+    """
+    check_labels(labels, logits.shape[-1])
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    total = F.cross_entropy(logits.to(dtype).flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return mean_loss(total, labels, num_items)
+
+
+def mean_loss(total: Tensor, labels: Tensor, num_items: int | Tensor | None) -> Tensor:
+    """Divide a sum of losses by how many labels it holds."""
+    count = (labels != IGNORED).sum()
+    if may_inspect_values(count) and int(count) == 0:
+        warnings.warn("all labels are ignored: the loss is 0", stacklevel=3)
+    if num_items is None:
+        return total / count.clamp(min=1)
+    return total / (num_items.to(total.device) if isinstance(num_items, Tensor) else num_items)
+
+
+def check_labels(labels: Tensor, num_classes: int) -> None:
+    """On a GPU a label outside the classes would be a device assertion far from here."""
+    if may_inspect_values(labels):
+        wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= num_classes))]
+        if wrong.numel() > 0:
+            raise ValueError(f"labels must lie in [0, {num_classes}) or be {IGNORED}, got {int(wrong[0])}")
+
+
+def shifted_labels(labels: Tensor) -> Tensor:
+    """The token after each: position i predicts label i + 1, and the last one nothing."""
+    return F.pad(labels[..., 1:], (0, 1), value=IGNORED)

@@ -1,0 +1,62 @@
+"""Classification of a pair of sequences: the Long Range Arena Retrieval model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.utils.generic import can_return_tuple
+
+from mgk.models.classifier import ClassificationHead, classification_loss, mean_over_tokens
+from mgk.models.configuration import MGKConfig
+from mgk.models.model import MGKModel
+from mgk.models.pretrained import MGKPreTrainedModel
+
+
+class MGKForSequencePairClassification(MGKPreTrainedModel):
+    """Both sequences through one encoder; the head sees ``[a, b, a * b, a - b]`` of their means."""
+
+    def __init__(self, config: MGKConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = MGKModel(config)
+        self.classifier = ClassificationHead(4 * config.hidden_size, config)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        pair_input_ids: Tensor | None = None,
+        pair_attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        pair_inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        """Logits ``[B, num_labels]``, and the loss where ``labels [B]`` are given.
+
+        ``input_ids [B, N]`` and ``pair_input_ids [B, N']`` are the two sequences, each with its mask, or the two
+        ``inputs_embeds``. States and attentions in the output are those of the first, then those of the second.
+        """
+        if (pair_input_ids is None) == (pair_inputs_embeds is None):
+            raise ValueError("exactly one of pair_input_ids and pair_inputs_embeds must be given, got both or neither")
+        options = {**kwargs, "use_cache": False}
+        first = self.model(input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **options)
+        second = self.model(
+            pair_input_ids, attention_mask=pair_attention_mask, inputs_embeds=pair_inputs_embeds, **options
+        )
+        a = mean_over_tokens(first.last_hidden_state, attention_mask)
+        b = mean_over_tokens(second.last_hidden_state, pair_attention_mask)
+        logits = self.classifier(torch.cat([a, b, a * b, a - b], dim=-1))
+        loss = None if labels is None else classification_loss(self.config, logits, labels, num_items_in_batch)
+        return SequenceClassifierOutput(
+            loss=loss,
+            logits=logits,
+            hidden_states=None if first.hidden_states is None else first.hidden_states + second.hidden_states,
+            attentions=None if first.attentions is None else first.attentions + second.attentions,
+        )

@@ -1,0 +1,125 @@
+"""Embeddings and a stack of layers: the trunk of every model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from mgk.models.configuration import MGKConfig
+from mgk.models.layer import MGKLayer, build_norm
+from mgk.models.positions import RotaryEmbedding, Rotation, build_positions
+from mgk.models.pretrained import MGKPreTrainedModel, check_token_ids
+from mgk.models.visibility import Visibility, padding_mask, past_length, self_visibility, token_positions
+
+
+class MGKModel(MGKPreTrainedModel):
+    """Token embeddings, positions and layers, without a head.
+
+    Bidirectional, or causal with ``config.is_decoder``.
+
+    Args:
+        config: what it is made of.
+        is_causal: instead of ``config.is_decoder``.
+        has_cross_attention: whether each layer attends to an encoder as well.
+        num_layers: instead of ``config.num_hidden_layers``.
+        vocab_size: instead of ``config.vocab_size``.
+    """
+
+    def __init__(
+        self,
+        config: MGKConfig,
+        *,
+        is_causal: bool | None = None,
+        has_cross_attention: bool = False,
+        num_layers: int | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.is_causal = config.is_decoder if is_causal is None else is_causal
+        self.has_cross_attention = has_cross_attention
+        self.embedding_scale = config.hidden_size**0.5 if config.scale_embeddings else 1.0
+        self.embed_tokens = nn.Embedding(config.vocab_size if vocab_size is None else vocab_size, config.hidden_size)
+        self.embed_positions = build_positions(config)
+        self.rotary_emb = RotaryEmbedding(config) if config.positions == "rotary" else None
+        self.layers = nn.ModuleList(
+            MGKLayer(config, number, is_causal=self.is_causal, has_cross_attention=has_cross_attention)
+            for number in range(config.num_hidden_layers if num_layers is None else num_layers)
+        )
+        self.norm = build_norm(config) if config.norm_placement == "pre" else nn.Identity()
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
+        """Run the stack.
+
+        Args:
+            input_ids: ``[B, N]``; or give ``inputs_embeds``.
+            attention_mask: ``[B, past + N]``, 0 at padding on either side; or pairs ``[B, 1 or H, N, Nk]``.
+            position_ids: ``[B, N]``; ``None`` counts from the first token that is not padding. Positions that start
+                anew within a row mark packed sequences, which do not see each other.
+            past_key_values: a cache of transformers, dynamic or static, in a causal stack.
+            inputs_embeds: ``[B, N, hidden_size]`` instead of tokens.
+            encoder_hidden_states: ``[B, Ns, hidden_size]``, for cross-attention.
+            encoder_attention_mask: ``[B, Ns]``.
+            use_cache: whether to fill a cache; a new one unless ``past_key_values`` is given.
+            output_attentions: whether to return the weights of every layer, which materialises them.
+            output_hidden_states: whether to return the states between layers.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("exactly one of input_ids and inputs_embeds must be given, got both or neither")
+        if inputs_embeds is None:
+            assert input_ids is not None
+            check_token_ids("input_ids", input_ids, self.embed_tokens.num_embeddings)
+            inputs_embeds = self.embed_tokens(input_ids)
+        batch_size, num_queries = inputs_embeds.shape[:2]
+        if output_attentions is None:
+            output_attentions = bool(self.config.output_attentions)
+        if not self.is_causal:
+            past_key_values = None
+        elif use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+
+        visibility = self_visibility(
+            attention_mask, position_ids, past_key_values, batch_size, num_queries, self.is_causal
+        )
+        if position_ids is None:
+            past = past_length(past_key_values)
+            position_ids = token_positions(attention_mask, past, num_queries, inputs_embeds.device)
+        hidden_states = inputs_embeds * self.embedding_scale
+        if self.embed_positions is not None:
+            hidden_states = hidden_states + self.embed_positions(position_ids).to(hidden_states.dtype)
+        hidden_states = F.dropout(hidden_states, self.config.dropout, self.training)
+        rotation = None
+        if self.rotary_emb is not None:
+            rotation = Rotation(*self.rotary_emb(hidden_states, position_ids))
+        context_visibility = Visibility(key_mask=padding_mask(encoder_attention_mask))
+
+        for layer in self.layers:
+            hidden_states = layer(
+                hidden_states, visibility, rotation=rotation, cache=past_key_values, context=encoder_hidden_states,
+                context_visibility=context_visibility, output_attentions=output_attentions,
+            )  # fmt: skip
+        return BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values
+        )

@@ -1,0 +1,195 @@
+"""Translation: an encoder and a decoder, mixture attention in both and between them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
+from transformers.utils import ModelOutput
+from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import OutputRecorder
+
+from mgk.models.attention import MGKAttention
+from mgk.models.configuration import MGKConfig
+from mgk.models.layer import MGKLayer
+from mgk.models.loss import IGNORED, cross_entropy
+from mgk.models.model import MGKModel
+from mgk.models.pretrained import MGKPreTrainedModel
+
+
+class MGKDecoder(MGKModel):
+    """A causal stack whose layers attend to an encoder as well."""
+
+    _can_record_outputs: ClassVar[dict[str, Any]] = {
+        "hidden_states": MGKLayer,
+        "attentions": OutputRecorder(MGKAttention, index=1, layer_name="self_attn"),
+        "cross_attentions": OutputRecorder(MGKAttention, index=1, layer_name="cross_attn"),
+    }
+
+    def __init__(self, config: MGKConfig) -> None:
+        super().__init__(config, is_causal=True, has_cross_attention=True, num_layers=config.decoder_layers)
+
+
+class MGKSeq2SeqModel(MGKPreTrainedModel):
+    """Encoder and decoder without a head. Source and target share one table unless the source has its own size."""
+
+    def __init__(self, config: MGKConfig) -> None:
+        _become_encoder_decoder(config)
+        super().__init__(config)
+        self.encoder = MGKModel(config, is_causal=False, vocab_size=config.source_vocab_size)
+        self.decoder = MGKDecoder(config)
+        if config.source_vocab_size is None:
+            self._tied_weights_keys = {"encoder.embed_tokens.weight": "decoder.embed_tokens.weight"}
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.decoder.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.decoder.embed_tokens = value
+        if self.config.source_vocab_size is None:
+            self.encoder.embed_tokens = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: ModelOutput | tuple[Tensor, ...] | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        decoder_position_ids: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Seq2SeqModelOutput:
+        """Run the encoder, unless ``encoder_outputs`` are given, and the decoder.
+
+        Args:
+            input_ids: ``[B, Ns]``, the source; or ``inputs_embeds``.
+            attention_mask: ``[B, Ns]``, 0 at padding.
+            decoder_input_ids: ``[B, Nt]``, the target so far; or ``decoder_inputs_embeds``.
+            decoder_attention_mask: ``[B, past + Nt]``, 0 at padding.
+            encoder_outputs: of an earlier call.
+            past_key_values: an ``EncoderDecoderCache``.
+            inputs_embeds: ``[B, Ns, hidden_size]``.
+            decoder_inputs_embeds: ``[B, Nt, hidden_size]``.
+            decoder_position_ids: ``[B, Nt]``; ``None`` counts.
+            use_cache: whether to fill a cache.
+        """
+        if encoder_outputs is None:
+            encoder_outputs = self.encoder(
+                input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **{**kwargs, "use_cache": False}
+            )
+        elif not isinstance(encoder_outputs, ModelOutput):
+            encoder_outputs = BaseModelOutput(*encoder_outputs)
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if use_cache and past_key_values is None and not (self.decoder.gradient_checkpointing and self.training):
+            past_key_values = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
+        decoded = self.decoder(
+            decoder_input_ids, attention_mask=decoder_attention_mask, position_ids=decoder_position_ids,
+            past_key_values=past_key_values, inputs_embeds=decoder_inputs_embeds,
+            encoder_hidden_states=encoder_outputs[0], encoder_attention_mask=attention_mask, use_cache=use_cache,
+            **kwargs,
+        )  # fmt: skip
+        return Seq2SeqModelOutput(
+            last_hidden_state=decoded.last_hidden_state,
+            past_key_values=decoded.past_key_values,
+            decoder_hidden_states=decoded.hidden_states,
+            decoder_attentions=decoded.attentions,
+            cross_attentions=decoded.cross_attentions,
+            encoder_last_hidden_state=encoder_outputs[0],
+            encoder_hidden_states=getattr(encoder_outputs, "hidden_states", None),
+            encoder_attentions=getattr(encoder_outputs, "attentions", None),
+        )
+
+
+class MGKForSeq2SeqLM(MGKPreTrainedModel, GenerationMixin):
+    """The translation model: encoder, decoder and a softmax over the target's vocabulary, and ``generate``."""
+
+    def __init__(self, config: MGKConfig) -> None:
+        _become_encoder_decoder(config)
+        super().__init__(config)
+        self.model = MGKSeq2SeqModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._tied_weights_keys = {"lm_head.weight": "model.decoder.embed_tokens.weight"}
+        if config.source_vocab_size is None:
+            self._tied_weights_keys["model.encoder.embed_tokens.weight"] = "model.decoder.embed_tokens.weight"
+        self.post_init()
+
+    def get_encoder(self, *args: Any, **kwargs: Any) -> MGKModel:
+        return self.model.encoder
+
+    def get_decoder(self, *args: Any, **kwargs: Any) -> MGKDecoder:
+        return self.model.decoder
+
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+        """What the decoder reads while it predicts ``labels``: they follow the start token."""
+        start, pad = self.config.decoder_start_token_id, self.config.pad_token_id
+        if start is None or pad is None:
+            raise ValueError(
+                f"labels need decoder_start_token_id and pad_token_id in the configuration, got {start} and {pad}"
+            )
+        return F.pad(labels[..., :-1], (1, 0), value=start).masked_fill_(
+            F.pad(labels[..., :-1], (1, 0)) == IGNORED, pad
+        )
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: ModelOutput | tuple[Tensor, ...] | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        decoder_inputs_embeds: Tensor | None = None,
+        decoder_position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: int | Tensor | None = None,
+        **kwargs: Any,
+    ) -> Seq2SeqLMOutput:
+        """Logits ``[B, Nt, V]``, and the loss where ``labels [B, Nt]`` are given.
+
+        Labels are the target itself; without ``decoder_input_ids`` the decoder reads them one position late. The other
+        arguments are those of :meth:`MGKSeq2SeqModel.forward`.
+        """
+        if labels is not None:
+            use_cache = False
+            if decoder_input_ids is None and decoder_inputs_embeds is None:
+                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        outputs = self.model(
+            input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask, encoder_outputs=encoder_outputs,
+            past_key_values=past_key_values, inputs_embeds=inputs_embeds, decoder_inputs_embeds=decoder_inputs_embeds,
+            decoder_position_ids=decoder_position_ids, use_cache=use_cache, **kwargs,
+        )  # fmt: skip
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None if labels is None else cross_entropy(logits, labels[:, kept], num_items_in_batch)
+        return Seq2SeqLMOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            decoder_hidden_states=outputs.decoder_hidden_states,
+            decoder_attentions=outputs.decoder_attentions,
+            cross_attentions=outputs.cross_attentions,
+            encoder_last_hidden_state=outputs.encoder_last_hidden_state,
+            encoder_hidden_states=outputs.encoder_hidden_states,
+            encoder_attentions=outputs.encoder_attentions,
+        )
+
+
+def _become_encoder_decoder(config: MGKConfig) -> None:
+    config.is_encoder_decoder = True
+    if config.decoder_layers is None:
+        config.decoder_layers = config.num_hidden_layers

@@ -1,0 +1,124 @@
+"""Which keys a query may see: from the masks and caches of transformers to the masks of our operation."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from mgk.ops.validation import may_inspect_values
+
+
+class Visibility(NamedTuple):
+    """What every self-attention of a forward pass is told. ``Nk`` counts the keys after :attr:`length` has cut them."""
+
+    key_mask: Tensor | None = None
+    """bool ``[B, Nk]``, True = attend"""
+    query_mask: Tensor | None = None
+    """bool ``[B, Nq]``, False = padding"""
+    attn_mask: Tensor | None = None
+    """bool ``[B or 1, 1 or H, Nq, Nk]``, True = attend"""
+    is_causal: bool = False
+    length: int | None = None
+    """Use only so many keys of the cache; ``None``: all."""
+
+
+def past_length(cache: Cache | None) -> int | Tensor:
+    """Tokens in the cache: a number, or a tensor where the cache keeps it on the device."""
+    return 0 if cache is None else cache.get_seq_length()
+
+
+def padding_mask(attention_mask: Tensor | None) -> Tensor | None:
+    """A 2-D mask as bool, or ``None`` where it hides nothing and that can be seen without stalling a device."""
+    if attention_mask is None:
+        return None
+    mask = attention_mask.bool()
+    return None if may_inspect_values(mask) and bool(mask.all()) else mask
+
+
+def self_visibility(
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    cache: Cache | None,
+    batch_size: int,
+    num_queries: int,
+    is_causal: bool,
+) -> Visibility:
+    """What the new tokens may see of the cached ones and of each other.
+
+    Args:
+        attention_mask: ``[B, past + Nq]`` with nonzero = token; or a mask of pairs ``[B, 1 or H, Nq, Nk]``, bool with
+            True = attend or float with 0 = attend, which then says everything.
+        position_ids: as given by the caller, ``[B, Nq]``. Without a mask and a cache, positions that start anew mark
+            sequences packed into one row, which do not see each other.
+        cache: before it takes the new tokens.
+        batch_size: B.
+        num_queries: the new tokens, Nq.
+        is_causal: whether a token sees only those before it.
+    """
+    past = past_length(cache)
+    if attention_mask is not None and attention_mask.ndim == 4:
+        pairs = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+        return Visibility(attn_mask=pairs, length=pairs.shape[-1])
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(f"attention_mask must have 2 or 4 axes, got shape {list(attention_mask.shape)}")
+
+    if isinstance(past, Tensor):
+        assert cache is not None
+        return _into_static_cache(attention_mask, cache, past, batch_size, num_queries)
+    if attention_mask is not None and attention_mask.shape != (batch_size, past + num_queries):
+        raise ValueError(
+            f"attention_mask must have shape {[batch_size, past + num_queries]}, got {list(attention_mask.shape)}"
+        )
+    if attention_mask is None and position_ids is not None and past == 0 and cache is None:
+        pairs = _packed_pairs(position_ids)
+        if pairs is not None:
+            return Visibility(attn_mask=pairs, is_causal=is_causal)
+    key_mask = padding_mask(attention_mask)
+    query_mask = key_mask if past == 0 else None
+    return Visibility(key_mask, query_mask, None, is_causal, past + num_queries)
+
+
+def _packed_pairs(position_ids: Tensor) -> Tensor | None:
+    """bool ``[B, 1, N, N]``: pairs of one sequence; ``None`` where every row is one sequence."""
+    starts_anew = position_ids.diff(dim=-1) != 1
+    if not torch.compiler.is_compiling() and not bool(starts_anew.any()):
+        return None
+    number = torch.nn.functional.pad(starts_anew, (1, 0)).cumsum(dim=-1)
+    return (number[:, :, None] == number[:, None, :])[:, None]
+
+
+def _into_static_cache(
+    attention_mask: Tensor | None, cache: Cache, past: Tensor, batch_size: int, num_queries: int
+) -> Visibility:
+    """All slots of a static cache are there from the start: what is not yet written must be hidden."""
+    slots = cache.get_max_length()
+    slot = torch.arange(slots, device=past.device)
+    row = past + torch.arange(num_queries, device=past.device)
+    pairs = slot[None, :] <= row[:, None]
+    written = None
+    if attention_mask is not None:
+        written = pad_to_slots(attention_mask, slots).bool()
+    if num_queries == 1:
+        return Visibility(key_mask=pairs.expand(batch_size, -1) if written is None else pairs & written)
+    return Visibility(attn_mask=pairs[None, None] if written is None else pairs & written[:, None, None])
+
+
+def pad_to_slots(attention_mask: Tensor, slots: int) -> Tensor:
+    """``[B, n]`` to ``[B, slots]``; what comes later is no padding, only not yet there."""
+    if attention_mask.shape[1] > slots:
+        raise ValueError(f"attention_mask must cover at most {slots} cached tokens, got {attention_mask.shape[1]}")
+    return torch.nn.functional.pad(attention_mask, (0, slots - attention_mask.shape[1]), value=1)
+
+
+def token_positions(
+    attention_mask: Tensor | None, past: int | Tensor, num_queries: int, device: torch.device
+) -> Tensor:
+    """``[B or 1, Nq]``: the new tokens counted from the first that is not padding."""
+    row = torch.arange(num_queries, device=device) + past
+    if attention_mask is None or attention_mask.ndim != 2:
+        return row[None]
+    counted = attention_mask.long().cumsum(dim=-1) - 1
+    return counted.clamp(min=0).index_select(1, row)
