@@ -1,7 +1,5 @@
 """The language model."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch
@@ -9,6 +7,8 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 
 from mgk.models.adaptive_softmax import AdaptiveSoftmax
@@ -56,7 +56,7 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         shift_labels: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """Logits ``[B, N, V]``, and the loss where labels are given.
 
@@ -74,6 +74,7 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
             logits_to_keep: how many positions from the end, or which, to compute logits for; 0 is all.
             shift_labels: ``[B, N]``, what each position predicts, instead of ``labels``.
             num_items_in_batch: divides the summed loss instead of the number of labels.
+            kwargs: ``output_attentions`` and ``output_hidden_states``, see there.
         """
         outputs = self.model(
             input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,

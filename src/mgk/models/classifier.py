@@ -1,13 +1,11 @@
 """Classification of a sequence: the Long Range Arena model."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 
 from mgk.models.configuration import MGKConfig
@@ -76,7 +74,7 @@ class MGKForSequenceClassification(MGKPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutput:
         """Logits ``[B, num_labels]``, and the loss where ``labels [B]`` are given.
 

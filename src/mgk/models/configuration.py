@@ -4,7 +4,7 @@
 import difflib
 import math
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
@@ -18,9 +18,9 @@ KEYS_OF_TRANSFORMERS = {
     "cross_attention_hidden_size", "custom_pipelines", "early_stopping", "experts_implementation", "finetuning_task",
     "forced_bos_token_id", "forced_eos_token_id", "is_remote_code", "mask_token_id", "max_length", "model_type",
     "name_or_path", "num_labels", "output_attentions", "partial_rotary_factor", "per_layer_config", "prefix",
-    "pruned_heads", "quantization_config", "rope_scaling", "rope_theta", "sep_token_id", "task_specific_params",
-    "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "torch_dtype", "torchscript", "transformers_weights",
-    "use_bfloat16",
+    "pruned_heads", "quantization_config", "rope_parameters", "rope_scaling", "rope_theta", "sep_token_id",
+    "task_specific_params", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "torch_dtype", "torchscript",
+    "transformers_weights", "use_bfloat16",
 }  # fmt: skip
 
 
@@ -34,6 +34,12 @@ class MGKConfig(PreTrainedConfig):
 
     model_type = "mgk"
     keys_to_ignore_at_inference = ("past_key_values",)
+    attribute_map: ClassVar[dict[str, str]] = {
+        "layer_norm_eps": "norm_eps",
+        "layer_norm_epsilon": "norm_eps",
+        "rms_norm_eps": "norm_eps",
+        "norm_epsilon": "norm_eps",
+    }
 
     attention: str = "smgk"
     """The attention of every layer, one of :data:`mgk.nn.PRESETS`."""
@@ -84,11 +90,10 @@ class MGKConfig(PreTrainedConfig):
     """Added to the variance inside the norms."""
 
     positions: Literal["learned", "sinusoidal", "rotary", "none"] = "rotary"
-    """How tokens know where they are."""
+    """How tokens know where they are. With ``"rotary"``, and only then, there is also ``rope_parameters``, the
+    frequencies and their scaling as transformers writes them."""
     max_position_embeddings: int = 2048
     """Length of the table of learned positions; for the others the length the model is meant for."""
-    rope_parameters: dict | None = None
-    """Rotary frequencies, as transformers writes them."""
     scale_embeddings: bool = False
     """Multiply token embeddings by ``sqrt(hidden_size)``."""
 
@@ -137,19 +142,23 @@ class MGKConfig(PreTrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.is_encoder_decoder and self.decoder_layers is None:
             self.decoder_layers = self.num_hidden_layers
+        if self.positions == "rotary":
+            self.rope_parameters: dict[str, Any] | None = kwargs.pop("rope_parameters", None)
         super().__post_init__(**kwargs)
 
     def _refuse_unknown(self, keys: dict[str, Any]) -> None:
         """Refuse a key that is close to one of ours, and any other that transformers cannot have written."""
-        base = KEYS_OF_TRANSFORMERS | vars(PreTrainedConfig()).keys()
+        base = KEYS_OF_TRANSFORMERS | self.attribute_map.keys() | vars(PreTrainedConfig()).keys()
         own = {field.name for field in fields(self)} | {"num_labels"}
+        # A file names the version that wrote it, which may know keys that we do not: unlikely ones to be nearly ours.
+        from_file = self.transformers_version is not None
         for key in sorted(keys):
             if key in base or key.startswith("_") or _is_generation_setting(key):
                 continue
-            nearest = difflib.get_close_matches(key, own, n=1, cutoff=0.75)
+            nearest = difflib.get_close_matches(key, own, n=1, cutoff=0.85 if from_file else 0.6)
             if nearest:
                 raise ValueError(f"MGKConfig has no key {key!r}: did you mean {nearest[0]!r}?")
-            if self.transformers_version is None:
+            if not from_file:
                 raise ValueError(f"MGKConfig has no key {key!r}: see the fields of mgk.models.MGKConfig")
 
     def validate_architecture(self) -> None:

@@ -59,21 +59,26 @@ class MGKLayer(GradientCheckpointingLayer):
         self,
         hidden_states: Tensor,
         visibility: Visibility,
-        rotation: Rotation | None = None,
-        cache: Cache | None = None,
         context: Tensor | None = None,
         context_visibility: Visibility | None = None,
+        rotation: Rotation | None = None,
+        past_key_values: Cache | None = None,
         output_attentions: bool = False,
     ) -> Tensor:
-        """``[B, N, hidden_size]`` to the same."""
+        """``[B, N, hidden_size]`` to the same; the arguments are those of :meth:`MGKAttention.forward`.
+
+        Checkpointing wants what has a gradient in front, and knows the cache by its name.
+        """
         x = self._before(self.self_attn_norm, hidden_states)
-        x, _ = self.self_attn(x, visibility, rotation=rotation, cache=cache, output_attentions=output_attentions)
+        x, _ = self.self_attn(
+            x, visibility, rotation=rotation, cache=past_key_values, output_attentions=output_attentions
+        )
         hidden_states = self._after(self.self_attn_norm, hidden_states, x)
         if self.cross_attn is not None and self.cross_attn_norm is not None:
             assert context_visibility is not None
             x = self._before(self.cross_attn_norm, hidden_states)
             x, _ = self.cross_attn(
-                x, context_visibility, context=context, cache=cache, output_attentions=output_attentions
+                x, context_visibility, context=context, cache=past_key_values, output_attentions=output_attentions
             )
             hidden_states = self._after(self.cross_attn_norm, hidden_states, x)
         x = self.mlp(self._before(self.mlp_norm, hidden_states))

@@ -117,8 +117,8 @@ class MGKModel(MGKPreTrainedModel):
 
         for layer in self.layers:
             hidden_states = layer(
-                hidden_states, visibility, rotation=rotation, cache=past_key_values, context=encoder_hidden_states,
-                context_visibility=context_visibility, output_attentions=output_attentions,
+                hidden_states, visibility, encoder_hidden_states, context_visibility, rotation=rotation,
+                past_key_values=past_key_values, output_attentions=output_attentions,
             )  # fmt: skip
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values

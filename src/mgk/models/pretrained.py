@@ -41,7 +41,10 @@ class MGKPreTrainedModel(PreTrainedModel):
         if requested_attention == "triton":
             raise ValueError("attn_implementation='triton' is not part of this version: use 'sdpa' or 'eager'")
         if requested_attention not in BACKENDS:
-            raise ValueError(f"attn_implementation must be one of {', '.join(BACKENDS)}, got {requested_attention!r}")
+            raise ValueError(
+                f'Specified `attn_implementation="{requested_attention}"` is not supported: '
+                f"it must be one of {', '.join(BACKENDS)}"
+            )
         return requested_attention
 
     @staticmethod

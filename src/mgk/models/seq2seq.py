@@ -1,7 +1,5 @@
 """Translation: an encoder and a decoder, mixture attention in both and between them."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
@@ -9,7 +7,8 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
-from transformers.utils import ModelOutput
+from transformers.processing_utils import Unpack
+from transformers.utils import ModelOutput, TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -67,7 +66,7 @@ class MGKSeq2SeqModel(MGKPreTrainedModel):
         decoder_inputs_embeds: Tensor | None = None,
         decoder_position_ids: Tensor | None = None,
         use_cache: bool | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
         """Run the encoder, unless ``encoder_outputs`` are given, and the decoder.
 
@@ -82,6 +81,8 @@ class MGKSeq2SeqModel(MGKPreTrainedModel):
             decoder_inputs_embeds: ``[B, Nt, hidden_size]``.
             decoder_position_ids: ``[B, Nt]``; ``None`` counts.
             use_cache: whether to fill a cache.
+            kwargs: ``output_attentions``: whether to return all weights, which materialises them;
+                ``output_hidden_states``: whether to return the states between layers.
         """
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
@@ -156,7 +157,7 @@ class MGKForSeq2SeqLM(MGKPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
         """Logits ``[B, Nt, V]``, and the loss where ``labels [B, Nt]`` are given.
 
