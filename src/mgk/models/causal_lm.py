@@ -1,21 +1,25 @@
 """The language model."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 
 from mgk.models.adaptive_softmax import AdaptiveSoftmax
 from mgk.models.configuration import MGKConfig
 from mgk.models.loss import IGNORED, check_labels, cross_entropy, mean_loss, shifted_labels
 from mgk.models.model import MGKModel
-from mgk.models.pretrained import MGKPreTrainedModel
+from mgk.models.pretrained import ForwardOptions, MGKPreTrainedModel
+
+
+class CausalLMOptions(ForwardOptions, total=False):
+    """Not a named argument of ``forward``, where ``Trainer`` would take it for a column that evaluation needs."""
+
+    shift_labels: Tensor
 
 
 class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
@@ -43,6 +47,25 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
             )
         return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
 
+    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Continue prompts, as in transformers; padding may stand on either side of a prompt, or inside it.
+
+        New tokens follow the last token of a prompt, never its padding. The prompts come back as they were given.
+        """
+        prompts = kwargs.get("input_ids") if inputs is None else inputs
+        mask = kwargs.get("attention_mask")
+        if prompts is None or mask is None or mask.shape != prompts.shape:
+            return super().generate(inputs, *args, **kwargs)
+        # Padding first, tokens in their order after it.
+        order = mask.bool().long().argsort(dim=1, stable=True)
+        kwargs = {**kwargs, "attention_mask": mask.gather(1, order)}
+        kwargs.pop("input_ids", None)
+        out = super().generate(prompts.gather(1, order), *args, **kwargs)
+        sequences = out if isinstance(out, Tensor) else out.sequences
+        copies = sequences.shape[0] // prompts.shape[0]
+        sequences[:, : prompts.shape[1]] = prompts.repeat_interleave(copies, dim=0)
+        return out
+
     @can_return_tuple
     def forward(
         self,
@@ -54,9 +77,8 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        shift_labels: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Unpack[CausalLMOptions],
     ) -> CausalLMOutputWithPast:
         """Logits ``[B, N, V]``, and the loss where labels are given.
 
@@ -72,19 +94,19 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
             labels: ``[B, N]``, the tokens themselves (position i predicts label i + 1), -100 where nothing counts.
             use_cache: see there.
             logits_to_keep: how many positions from the end, or which, to compute logits for; 0 is all.
-            shift_labels: ``[B, N]``, what each position predicts, instead of ``labels``.
             num_items_in_batch: divides the summed loss instead of the number of labels.
-            kwargs: ``output_attentions`` and ``output_hidden_states``, see there.
+            kwargs: ``output_attentions`` and ``output_hidden_states``, see there; ``shift_labels [B, N]``, what each
+                position predicts, instead of ``labels``.
         """
+        targets = kwargs.pop("shift_labels", None)
+        if targets is None and labels is not None:
+            targets = shifted_labels(labels)
         outputs = self.model(
             input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
             inputs_embeds=inputs_embeds, use_cache=use_cache, **kwargs,
         )  # fmt: skip
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden_states = outputs.last_hidden_state[:, kept]
-        targets = shift_labels
-        if targets is None and labels is not None:
-            targets = shifted_labels(labels)
         logits, loss = None, None
         if isinstance(self.lm_head, nn.Linear) or targets is None:
             logits = self.lm_head(hidden_states)

@@ -1,28 +1,32 @@
 """Classification of a sequence: the Long Range Arena model."""
 
+from typing import Unpack
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 
 from mgk.models.configuration import MGKConfig
 from mgk.models.loss import cross_entropy
 from mgk.models.model import MGKModel
-from mgk.models.pretrained import MGKPreTrainedModel
+from mgk.models.pretrained import ForwardOptions, MGKPreTrainedModel
 
 
 def mean_over_tokens(hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Mean over the tokens that are not padding, ``[B, N, d]`` to ``[B, d]``. A row of padding alone is 0."""
+    """Mean over the tokens that are not padding, ``[B, N, d]`` to ``[B, d]``. A row of padding alone is 0.
+
+    Summed in fp32: a few thousand tokens overflow fp16.
+    """
     if attention_mask is None:
         return hidden_states.mean(dim=1)
     if attention_mask.ndim != 2:
         raise ValueError(f"attention_mask must have shape [B, N] to take a mean, got {list(attention_mask.shape)}")
     valid = attention_mask.bool()[..., None]
-    total = hidden_states.masked_fill(~valid, 0.0).sum(dim=1)
-    return total / valid.sum(dim=1).clamp(min=1)
+    dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+    total = hidden_states.masked_fill(~valid, 0.0).sum(dim=1, dtype=dtype)
+    return (total / valid.sum(dim=1).clamp(min=1)).to(hidden_states.dtype)
 
 
 class ClassificationHead(nn.Module):
@@ -74,7 +78,7 @@ class MGKForSequenceClassification(MGKPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Unpack[ForwardOptions],
     ) -> SequenceClassifierOutput:
         """Logits ``[B, num_labels]``, and the loss where ``labels [B]`` are given.
 

@@ -33,7 +33,7 @@ class MGKConfig(PreTrainedConfig):
     """
 
     model_type = "mgk"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     attribute_map: ClassVar[dict[str, str]] = {
         "layer_norm_eps": "norm_eps",
         "layer_norm_epsilon": "norm_eps",

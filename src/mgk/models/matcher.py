@@ -1,16 +1,16 @@
 """Classification of a pair of sequences: the Long Range Arena Retrieval model."""
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import SequenceClassifierOutput
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs
 from transformers.utils.generic import can_return_tuple
 
 from mgk.models.classifier import ClassificationHead, classification_loss, mean_over_tokens
 from mgk.models.configuration import MGKConfig
 from mgk.models.model import MGKModel
-from mgk.models.pretrained import MGKPreTrainedModel
+from mgk.models.pretrained import ForwardOptions, MGKPreTrainedModel
 
 
 class MGKForSequencePairClassification(MGKPreTrainedModel):
@@ -34,7 +34,7 @@ class MGKForSequencePairClassification(MGKPreTrainedModel):
         pair_inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Unpack[ForwardOptions],
     ) -> SequenceClassifierOutput:
         """Logits ``[B, num_labels]``, and the loss where ``labels [B]`` are given.
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
@@ -16,8 +17,22 @@ from mgk.models.attention import BACKENDS, MGKAttention
 from mgk.models.configuration import MGKConfig
 from mgk.models.layer import MGKLayer
 from mgk.models.visibility import pad_to_slots
-from mgk.nn import EMPrior, FixedVariance, LearnedPrior, LearnedVariance, ShiftedKeys
+from mgk.nn import PRESETS, EMPrior, FixedVariance, LearnedPrior, LearnedVariance, ShiftedKeys
 from mgk.ops.validation import may_inspect_values
+
+# Bytes. What torch's own allocator gives on a CPU.
+ALIGNMENT = 64
+
+
+class ForwardOptions(TypedDict, total=False):
+    """What every model's ``forward`` takes besides its own arguments."""
+
+    output_attentions: bool
+    """Return the weights of every layer, which materialises them."""
+    output_hidden_states: bool
+    """Return the states between layers."""
+    return_dict: bool
+    """False for a plain tuple."""
 
 
 class MGKPreTrainedModel(PreTrainedModel):
@@ -33,6 +48,37 @@ class MGKPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = False
     _can_compile_fullgraph = True
     _can_record_outputs: ClassVar[dict[str, Any]] = {"hidden_states": MGKLayer, "attentions": MGKAttention}
+
+    def __init__(self, config: MGKConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if PRESETS[config.attention].prior == "em":
+            # A running mean kept in half precision stops moving.
+            self._keep_in_fp32_modules_strict = {"prior"}
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, from safetensors only: a pickle could run code.
+
+        A damaged file is refused, and so is one that holds no weight of this model, unless ``output_loading_info=True``
+        asks for the list of what was missing. The loaded model gives the saved one's outputs to the last bit.
+        """
+        if kwargs.get("use_safetensors") is False:
+            raise ValueError("use_safetensors must be True, since other formats can run code, got False")
+        report = kwargs.pop("output_loading_info", False)
+        where = f"{pretrained_model_name_or_path}"
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *args, **{**kwargs, "use_safetensors": True}, output_loading_info=True
+            )
+        except SafetensorError as error:
+            raise ValueError(f"{where} must hold safetensors, got a damaged or foreign file: {error}") from error
+        _align(model)
+        if report:
+            return model, info
+        if kwargs.get("state_dict") is None and len(info["missing_keys"]) >= len(model.state_dict()):
+            found = ", ".join(sorted(info["unexpected_keys"])[:3]) or "nothing"
+            raise ValueError(f"{where} must hold the weights of {cls.__name__}, got {found}")
+        return model
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """transformers asks here what to make of ``attn_implementation``."""
@@ -98,6 +144,13 @@ class MGKPreTrainedModel(PreTrainedModel):
             init.uniform_(module.bias, -bound, bound)
         else:
             init.zeros_(module.bias)
+
+
+def _align(model: nn.Module) -> None:
+    """Weights that are mapped from a file lie as the file puts them, where matrix kernels round differently."""
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT != 0:
+            parameter.data = parameter.data.clone()
 
 
 def check_token_ids(name: str, token_ids: Tensor, vocab_size: int) -> None:

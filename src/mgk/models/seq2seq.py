@@ -1,14 +1,13 @@
 """Translation: an encoder and a decoder, mixture attention in both and between them."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
-from transformers.processing_utils import Unpack
-from transformers.utils import ModelOutput, TransformersKwargs
+from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -17,7 +16,7 @@ from mgk.models.configuration import MGKConfig
 from mgk.models.layer import MGKLayer
 from mgk.models.loss import IGNORED, cross_entropy
 from mgk.models.model import MGKModel
-from mgk.models.pretrained import MGKPreTrainedModel
+from mgk.models.pretrained import ForwardOptions, MGKPreTrainedModel
 
 
 class MGKDecoder(MGKModel):
@@ -66,7 +65,7 @@ class MGKSeq2SeqModel(MGKPreTrainedModel):
         decoder_inputs_embeds: Tensor | None = None,
         decoder_position_ids: Tensor | None = None,
         use_cache: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Unpack[ForwardOptions],
     ) -> Seq2SeqModelOutput:
         """Run the encoder, unless ``encoder_outputs`` are given, and the decoder.
 
@@ -157,7 +156,7 @@ class MGKForSeq2SeqLM(MGKPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Unpack[ForwardOptions],
     ) -> Seq2SeqLMOutput:
         """Logits ``[B, Nt, V]``, and the loss where ``labels [B, Nt]`` are given.
 

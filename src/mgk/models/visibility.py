@@ -73,9 +73,9 @@ def self_visibility(
             f"attention_mask must have shape {[batch_size, past + num_queries]}, got {list(attention_mask.shape)}"
         )
     if attention_mask is None and position_ids is not None and past == 0 and cache is None:
-        pairs = _packed_pairs(position_ids)
-        if pairs is not None:
-            return Visibility(attn_mask=pairs, is_causal=is_causal)
+        same_sequence = _packed_pairs(position_ids)
+        if same_sequence is not None:
+            return Visibility(attn_mask=same_sequence, is_causal=is_causal)
     key_mask = padding_mask(attention_mask)
     query_mask = key_mask if past == 0 else None
     return Visibility(key_mask, query_mask, None, is_causal, past + num_queries)

@@ -101,6 +101,13 @@ class EMPrior(nn.Module):
     def _make_probe(self) -> None:
         self._probe = torch.zeros(self.log_prior.shape, device=self.log_prior.device, requires_grad=True)
 
+    def train(self, mode: bool = True) -> EMPrior:
+        """Switch between training and evaluation."""
+        # A module built on the meta device gets its tensors one by one, and the probe is not among them.
+        if self._probe.device != self.log_prior.device:
+            self._make_probe()
+        return super().train(mode)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EMPrior:
         before = self.log_prior
         super()._apply(fn, recurse)

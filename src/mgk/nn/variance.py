@@ -39,11 +39,20 @@ class FixedVariance(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FixedVariance:
         super()._apply(fn, recurse)
-        if self.per_component is not None:
-            # Whatever dtype the model takes: fp64 has all the digits, and half precision would lose too many.
+        self._restore_digits()
+        return self
+
+    def train(self, mode: bool = True) -> FixedVariance:
+        """Switch between training and evaluation."""
+        # Loaders that set tensors one by one, in a dtype of their choice, end with this call.
+        self._restore_digits()
+        return super().train(mode)
+
+    def _restore_digits(self) -> None:
+        """Whatever dtype the model takes: fp64 has all the digits, and half precision would lose too many."""
+        if self.per_component is not None and self.per_component.device.type != "meta":
             dtype = torch.promote_types(self.per_component.dtype, torch.float32)
             self.per_component = torch.tensor(self.values, dtype=dtype, device=self.per_component.device)
-        return self
 
     def extra_repr(self) -> str:
         return ", ".join(f"{value:g}" for value in self.values)

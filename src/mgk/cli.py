@@ -1,0 +1,110 @@
+"""The command ``mgk``."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import mgk
+
+try:
+    import typer
+except ImportError as error:  # pragma: no cover
+    raise SystemExit("the command mgk needs typer and transformers: pip install 'mgk[models]'") from error
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+app = typer.Typer(
+    help="Attention with a mixture of Gaussian keys.", no_args_is_help=True, pretty_exceptions_enable=False
+)
+
+
+def main() -> None:
+    """Run the command; what a user did wrong is one line, not a traceback."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise SystemExit(1) from error
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mgk {mgk.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None: ...
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="Folder of a saved model, or its name on the hub.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue, or to translate; - reads standard input.")] = "-",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token; 1 samples.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample among the k likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Sample among tokens of this total probability.")
+    ] = 1.0,
+    beams: Annotated[int, typer.Option(min=1, help="Beam search with so many beams.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="Make samples repeatable.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...; auto takes a GPU if there is one.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; auto: as saved.")] = "auto",
+    cache: Annotated[bool, typer.Option(help="Keep keys and values of earlier tokens.")] = True,
+) -> None:
+    """Write text with a language model, or translate, token by token as it comes."""
+    import torch
+    from transformers import AutoConfig, AutoTokenizer, TextStreamer, set_seed
+
+    import mgk.models
+
+    config = AutoConfig.from_pretrained(model)
+    if not isinstance(config, mgk.models.MGKConfig):
+        raise ValueError(f"{model} must be a model of mgk, got model_type {config.model_type!r}")
+    writer = _load_writer(model, config, dtype)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    mgk.models.check_tokenizer(config, tokenizer)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    writer = writer.to(device).eval()
+    if seed is not None:
+        set_seed(seed)
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False).to(device)
+    if inputs["input_ids"].shape[1] == 0:
+        raise ValueError("the prompt must hold at least one token, got none")
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "num_beams": beams, "use_cache": cache}
+    if temperature > 0:
+        settings |= {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    else:
+        settings |= {"do_sample": False}
+    if tokenizer.pad_token_id is None and config.pad_token_id is None:
+        settings["pad_token_id"] = config.eos_token_id if isinstance(config.eos_token_id, int) else 0
+
+    if beams > 1:
+        # Which beam wins is known only at the end.
+        tokens = writer.generate(**inputs, **settings)[0]
+        typer.echo(tokenizer.decode(tokens, skip_special_tokens=True))
+    else:
+        streamer = TextStreamer(tokenizer, skip_special_tokens=True)
+        writer.generate(**inputs, **settings, streamer=streamer)
+
+
+def _load_writer(model: str, config: mgk.models.MGKConfig, dtype: str) -> PreTrainedModel:
+    """The model that a saved folder names, if it is one that writes."""
+    import mgk.models
+
+    classes = (mgk.models.MGKForCausalLM, mgk.models.MGKForSeq2SeqLM)
+    for kind in classes:
+        if kind.__name__ in (config.architectures or ()):
+            return kind.from_pretrained(model, dtype=dtype)
+    names = " or ".join(kind.__name__ for kind in classes)
+    raise ValueError(f"{model} must hold a {names}, got {', '.join(config.architectures or ['none'])}")

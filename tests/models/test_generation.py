@@ -1,0 +1,208 @@
+"""Cached generation: what is read from a cache equals what is computed anew."""
+
+import pytest
+import torch
+from model_cases import GENERATIVE, make_inputs, make_model
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.generation import GenerationConfig
+
+from mgk.nn import PRESETS
+
+CLOSE = {"rtol": 1e-8, "atol": 1e-8}
+VARIANTS = [
+    {},
+    {"num_key_value_heads": 1},
+    {"num_key_value_heads": 2, "num_components": 3},
+    {"qk_norm": True},
+    {"learn_variance": True},
+    {"variance_scale": [1.0, 3.0]},
+]
+
+
+def new_cache(model, implementation, slots):
+    def make():
+        if implementation == "dynamic":
+            return DynamicCache(config=model.config)
+        return StaticCache(config=model.config, max_cache_len=slots)
+
+    if not model.config.is_encoder_decoder:
+        return make()
+    return EncoderDecoderCache(make(), DynamicCache(config=model.config))
+
+
+def full_logits(model, inputs):
+    with torch.no_grad():
+        return model(**inputs, use_cache=False).logits
+
+
+def cached_logits(model, inputs, cache, pieces):
+    """Logits of the tokens, fed in pieces of these lengths."""
+    inputs = dict(inputs)
+    if model.config.is_encoder_decoder:
+        tokens, mask = inputs.pop("decoder_input_ids"), None
+    else:
+        tokens, mask = inputs.pop("input_ids"), inputs.pop("attention_mask")
+    logits, done = [], 0
+    for piece in pieces:
+        new = tokens[:, done : done + piece]
+        names = ("decoder_input_ids", "decoder_attention_mask") if mask is None else ("input_ids", "attention_mask")
+        step = {names[0]: new, names[1]: None if mask is None else mask[:, : done + piece]}
+        with torch.no_grad():
+            logits.append(model(**inputs, **step, past_key_values=cache, use_cache=True).logits)
+        done += piece
+    assert done == tokens.shape[1]
+    return torch.cat(logits, dim=1)
+
+
+def assert_equal_where_valid(got, expected, mask):
+    if mask is not None:
+        got, expected = got[mask.bool()], expected[mask.bool()]
+    torch.testing.assert_close(got, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", GENERATIVE)
+@pytest.mark.parametrize("attention", PRESETS)
+def test_cached_decoding_equals_the_full_forward(attention, kind, implementation):
+    """P16, token by token after a prompt of three; the modern model with left padding."""
+    model = make_model(kind, attention)
+    inputs = make_inputs(kind, padding_side="left" if kind != "translation" else "right")
+    mask = None if kind == "translation" else inputs["attention_mask"]
+    total = 8 if kind == "translation" else 9
+    cache = new_cache(model, implementation, 12)
+    got = cached_logits(model, inputs, cache, [3] + [1] * (total - 3))
+    assert_equal_where_valid(got, full_logits(model, inputs), mask)
+
+
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("attention", ["mgk", "smgk"])
+@pytest.mark.parametrize("pieces", [[1] * 9, [4, 3, 2], [2, 1, 6]], ids=str)
+def test_any_split_and_variant(attention, variant, implementation, pieces):
+    model = make_model("modern", attention, **variant)
+    inputs = make_inputs("modern", padding_side="left")
+    got = cached_logits(model, inputs, new_cache(model, implementation, 16), pieces)
+    assert_equal_where_valid(got, full_logits(model, inputs), inputs["attention_mask"])
+
+
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", ["wikitext", "modern"])
+def test_long_prompts(kind, implementation):
+    """Longer than the blocks of the causal kernels, and than max_position_embeddings where positions allow it."""
+    model = make_model(kind, "mgk", max_position_embeddings=64)
+    inputs = make_inputs(kind, batch=1, tokens=600)
+    got = cached_logits(model, inputs, new_cache(model, implementation, 600), [597, 1, 1, 1])
+    torch.testing.assert_close(got, full_logits(model, inputs), **CLOSE)
+
+
+@pytest.mark.parametrize("kind", GENERATIVE)
+@pytest.mark.parametrize("attention", ["softmax", "mgk", "smgk", "smgk-hard"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "temperature": 0.9, "top_k": 20},
+        {"do_sample": False, "num_beams": 3},
+        {"do_sample": True, "num_beams": 2},
+    ],
+    ids=["greedy", "sampling", "beam", "beam-sampling"],
+)
+def test_generate_is_the_same_with_and_without_a_cache(attention, kind, settings):
+    model = make_model(kind, attention)
+    inputs = make_inputs(kind, padding_side="left" if kind != "translation" else "right")
+    inputs.pop("decoder_input_ids", None)
+    results = []
+    for cache in ({"use_cache": False}, {"use_cache": True}, {"cache_implementation": "static"}):
+        torch.manual_seed(5)
+        results.append(
+            model.generate(**inputs, **settings, **cache, max_new_tokens=7, min_new_tokens=7, pad_token_id=1)
+        )
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(results[2], results[0])
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("attention", ["softmax", "mgk", "smgk"])
+@pytest.mark.parametrize("kind", ["wikitext", "modern"])
+def test_padding_on_either_side_changes_no_continuation(attention, kind, beams):
+    """Left, right, and in the middle of a prompt."""
+    model = make_model(kind, attention)
+    settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "num_beams": beams, "pad_token_id": 1}
+    prompts = [torch.randint(3, 60, (1, length), generator=torch.Generator().manual_seed(length)) for length in (4, 6)]
+    alone = torch.cat([model.generate(prompt, **settings)[:, prompt.shape[1] :] for prompt in prompts])
+    for kept in ([2, 3, 4, 5], [0, 1, 2, 3], [0, 3, 4, 5]):
+        tokens, mask = torch.ones(2, 6, dtype=torch.long), torch.ones(2, 6, dtype=torch.long)
+        tokens[1], tokens[0, kept] = prompts[1], prompts[0]
+        mask[0] = torch.tensor([index in kept for index in range(6)])
+        out = model.generate(tokens, attention_mask=mask, **settings)
+        torch.testing.assert_close(out[:, 6:], alone)
+        torch.testing.assert_close(out[:, :6], tokens)
+
+
+@pytest.mark.parametrize("attention", ["softmax", "mgk", "smgk"])
+def test_beams_may_be_reordered(attention):
+    """After a reorder each row continues the history it was given."""
+    model = make_model("modern", attention)
+    inputs = make_inputs("modern")
+    order = torch.tensor([2, 0, 0])
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(inputs["input_ids"][:, :6], past_key_values=cache, use_cache=True)
+        cache.reorder_cache(order)
+        got = model(inputs["input_ids"][:, 6:], past_key_values=cache, use_cache=True).logits
+    history = torch.cat([inputs["input_ids"][order, :6], inputs["input_ids"][:, 6:]], dim=1)
+    torch.testing.assert_close(got, full_logits(model, {"input_ids": history})[:, 6:], **CLOSE)
+
+
+def cached_bytes(attention, heads, **changes):
+    model = make_model("modern", attention, num_attention_heads=heads, dtype=torch.float32, **changes)
+    inputs = make_inputs("modern", batch=2, tokens=11)
+    with torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) / (2 * 11)
+
+
+def test_bytes_per_cached_token():
+    """Half the heads: shifted keys cost half of softmax, two projected keys three quarters."""
+    softmax = cached_bytes("softmax", 8)
+    assert softmax == 2 * 8 * (8 + 8) * 4
+    assert cached_bytes("smgk", 4) / softmax == 0.50
+    assert cached_bytes("mgk", 4) / softmax == 0.75
+    assert cached_bytes("smgk", 4, num_key_value_heads=1) / softmax == 0.125
+    assert cached_bytes("smgk", 4, num_components=5) / softmax == 0.50
+
+
+@pytest.mark.parametrize("kind", ["modern", "translation"])
+def test_compiled_generation_with_a_static_cache(kind):
+    """What `generate` compiles on a GPU by itself, here by hand on the CPU."""
+    model = make_model(kind, "smgk", dtype=torch.float32)
+    inputs = make_inputs(kind, padding_side="left" if kind == "modern" else "right")
+    inputs.pop("decoder_input_ids", None)
+    settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 1}
+    expected = model.generate(**inputs, **settings)
+    from transformers import CompileConfig
+
+    compiled = CompileConfig(backend="eager", fullgraph=True, dynamic=False, mode=None)
+    compiled._compile_all_devices = True
+    generation = GenerationConfig(cache_implementation="static", compile_config=compiled, **settings)
+    if kind == "translation":
+        generation.decoder_start_token_id = model.config.decoder_start_token_id
+        generation.eos_token_id = model.config.eos_token_id
+    torch._dynamo.reset()
+    torch.testing.assert_close(model.generate(**inputs, generation_config=generation), expected)
+
+
+def test_a_mask_of_the_wrong_length_is_refused():
+    model = make_model("modern")
+    inputs = make_inputs("modern")
+    with pytest.raises(ValueError, match=r"attention_mask must have shape \[3, 9\], got \[3, 8\]"):
+        model(inputs["input_ids"], attention_mask=inputs["attention_mask"][:, 1:])
+    with pytest.raises(ValueError, match="attention_mask must have 2 or 4 axes"):
+        model(inputs["input_ids"], attention_mask=inputs["attention_mask"][:, None])
+
+
+def test_learned_positions_end_with_their_table():
+    model = make_model("modern", positions="learned", max_position_embeddings=12)
+    inputs = make_inputs("modern", tokens=9)
+    with pytest.raises(ValueError, match="at most max_position_embeddings=12 tokens, got 13"):
+        model.generate(**inputs, max_new_tokens=6, min_new_tokens=6)

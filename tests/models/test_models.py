@@ -1,0 +1,516 @@
+"""What every model promises, in the spirit of transformers' common model tests."""
+
+import copy
+import os
+import warnings
+
+import pytest
+import torch
+from model_cases import KINDS, make_inputs, make_labels, make_model
+from safetensors.torch import save_file
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    DynamicCache,
+    Trainer,
+    TrainingArguments,
+)
+
+import mgk
+from mgk.models import MGKConfig, MGKForCausalLM, MGKForSequenceClassification, MGKModel
+from mgk.nn import PRESETS
+
+CLOSE = {"rtol": 1e-8, "atol": 1e-8}
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+every_preset = pytest.mark.parametrize("attention", PRESETS)
+
+
+def run(model, inputs):
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+def gradients(model, kind, inputs):
+    model.zero_grad()
+    loss = model(**inputs, labels=make_labels(kind, inputs)).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(one, other, **tolerance):
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+
+
+@every_kind
+@every_preset
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_every_preset_trains_in_every_model(kind, attention, kv_heads):
+    """Multi-query and grouped-query too; every parameter gets a gradient, and it is finite."""
+    model = make_model(kind, attention, num_key_value_heads=kv_heads).train()
+    loss, grads = gradients(model, kind, make_inputs(kind, padding_side="right"))
+    assert loss.isfinite()
+    assert grads.keys() == {name for name, _ in model.named_parameters()}
+    assert all(grad.isfinite().all() for grad in grads.values())
+    priors = [module.log_prior.clone() for module in model.modules() if isinstance(module, mgk.nn.EMPrior)]
+    mgk.update_priors(model)
+    after = [module.log_prior for module in model.modules() if isinstance(module, mgk.nn.EMPrior)]
+    assert (len(after) > 0) == attention.endswith("-em")
+    assert all((a != b).any() for a, b in zip(priors, after, strict=True))
+
+
+@every_kind
+@every_preset
+def test_a_row_of_a_batch_is_the_row_alone(kind, attention):
+    """Batching and padding change nothing: every row cut to its tokens gives the same logits."""
+    model = make_model(kind, attention)
+    inputs = make_inputs(kind, padding_side="right")
+    together = run(model, inputs)
+    for row in range(3):
+        alone = {}
+        for name, tensor in inputs.items():
+            mask = inputs.get(name.replace("input_ids", "attention_mask"))
+            keep = slice(None) if mask is None or name.startswith("decoder") else mask[row].bool()
+            alone[name] = tensor[row : row + 1, keep]
+        got = run(model, alone)
+        torch.testing.assert_close(together[row : row + 1, : got.shape[1]], got, **CLOSE)
+
+
+@every_kind
+@every_preset
+def test_implementations_agree(kind, attention):
+    model = make_model(kind, attention)
+    inputs = make_inputs(kind, padding_side="right")
+    expected = run(model, inputs)
+    assert model.config._attn_implementation == "sdpa"
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(run(model, inputs), expected, **CLOSE)
+    with torch.no_grad():
+        attended = model(**inputs, output_attentions=True)
+    torch.testing.assert_close(attended.logits, expected, **CLOSE)
+
+
+def test_unknown_implementations_are_refused():
+    model = make_model("modern")
+    with pytest.raises(ValueError, match='"flex"` is not supported: it must be one of eager, sdpa'):
+        model.set_attn_implementation("flex")
+    with pytest.raises(ValueError, match="attn_implementation='triton' is not part of this version"):
+        MGKModel._from_config(MGKConfig(hidden_size=32), attn_implementation="triton")
+
+
+@every_preset
+def test_attentions_are_the_weights(attention):
+    """`output_attentions`: rows sum to one over what is visible, causal, and equal to the layer's own weights."""
+    model = make_model("modern", attention, num_key_value_heads=2)
+    inputs = make_inputs("modern", padding_side="right")
+    with torch.no_grad():
+        out = model(**inputs, output_attentions=True, output_hidden_states=True)
+        layer = model.model.layers[1].self_attn
+        assert len(out.attentions) == 2
+        assert len(out.hidden_states) == 3
+        weights = out.attentions[1]
+        assert weights.shape == (3, 4, 9, 9)
+        valid = inputs["attention_mask"].bool()
+        rows = weights.sum(-1).transpose(1, 2)[valid]
+        torch.testing.assert_close(rows, torch.ones_like(rows))
+        assert weights.triu(1).abs().max() == 0
+        assert (weights.transpose(1, 3)[~valid] == 0).all()
+        assert isinstance(layer, mgk.MixtureAttention)
+
+
+def test_attentions_of_translation():
+    model = make_model("translation")
+    inputs = make_inputs("translation", padding_side="right")
+    with torch.no_grad():
+        out = model(**inputs, output_attentions=True)
+    assert [len(each) for each in (out.encoder_attentions, out.decoder_attentions, out.cross_attentions)] == [2, 3, 3]
+    assert out.cross_attentions[0].shape == (3, 4, 8, 9)
+    torch.testing.assert_close(out.cross_attentions[0].sum(-1), torch.ones(3, 4, 8).double())
+
+
+@every_kind
+@pytest.mark.parametrize("attention", ["softmax", "mgk", "smgk-em", "softmax-smgk"])
+def test_what_is_saved_continues(kind, attention, tmp_path):
+    """Identical logits from the same bits, before and after a further step of training; safetensors only."""
+    model = make_model(kind, attention, variance_scale=1.0 if attention == "softmax" else [1.0, 3.0])
+    inputs = make_inputs(kind, padding_side="right")
+    model.save_pretrained(tmp_path)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64)
+    assert torch.equal(run(loaded, inputs), run(model, inputs))
+    for each in (model, loaded):
+        gradients(each.train(), kind, inputs)
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+        mgk.update_priors(each)
+    assert torch.equal(run(loaded.eval(), inputs), run(model.eval(), inputs))
+
+
+@pytest.mark.parametrize(
+    ("kind", "auto"),
+    [
+        ("classifier", AutoModelForSequenceClassification),
+        ("modern", AutoModelForCausalLM),
+        ("translation", AutoModelForSeq2SeqLM),
+    ],
+)
+def test_auto_classes(kind, auto, tmp_path):
+    model = make_model(kind)
+    model.save_pretrained(tmp_path)
+    loaded = auto.from_pretrained(tmp_path, dtype=torch.float64)
+    assert type(loaded) is type(model)
+    assert torch.equal(run(loaded, make_inputs(kind)), run(model, make_inputs(kind)))
+    if kind != "translation":
+        assert type(AutoModel.from_pretrained(tmp_path)) is MGKModel
+
+
+def test_damaged_and_foreign_files_are_refused(tmp_path):
+    model = make_model("modern", dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="must hold safetensors, got a damaged or foreign file"):
+        MGKForCausalLM.from_pretrained(tmp_path)
+    path.write_bytes(b"PK\x03\x04 this is a pickle in a zip file")
+    with pytest.raises(ValueError, match="must hold safetensors, got a damaged or foreign file"):
+        MGKForCausalLM.from_pretrained(tmp_path)
+    save_file({"bert.embeddings.weight": torch.zeros(3)}, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"must hold the weights of MGKForCausalLM, got bert\.embeddings\.weight"):
+        MGKForCausalLM.from_pretrained(tmp_path)
+    path.write_bytes(whole)
+    with pytest.raises(RuntimeError, match="mismatch"):
+        MGKForCausalLM.from_pretrained(tmp_path, intermediate_size=40)
+    path.unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        MGKForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="use_safetensors must be True"):
+        MGKForCausalLM.from_pretrained(tmp_path, use_safetensors=False)
+
+
+@every_kind
+@pytest.mark.parametrize("attention", ["mgk", "smgk-em"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_nothing(kind, attention, reentrant):
+    model = make_model(kind, attention).train()
+    inputs = make_inputs(kind, padding_side="right")
+    loss, grads = gradients(model, kind, inputs)
+    priors = {name: prior.gathered() for name, prior in model.named_modules() if isinstance(prior, mgk.nn.EMPrior)}
+    mgk.update_priors(copy.deepcopy(model))
+    for prior in model.modules():
+        if isinstance(prior, mgk.nn.EMPrior):
+            prior._probe.grad = None
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    again, checkpointed = gradients(model, kind, inputs)
+    torch.testing.assert_close(again, loss)
+    assert_same_gradients(checkpointed, grads)
+    for name, gathered in priors.items():
+        torch.testing.assert_close(model.get_submodule(name).gathered(), gathered)
+
+
+@every_kind
+@pytest.mark.parametrize("attention", ["softmax", "mgk", "smgk", "mgk-hard"])
+def test_compiled_equals_eager(kind, attention):
+    """One graph, forward and backward. (An adaptive softmax picks rows by their targets, which breaks the graph.)"""
+    torch._dynamo.reset()
+    model = make_model(kind, attention).train()
+    inputs = make_inputs(kind, padding_side="right")
+    loss, grads = gradients(model, kind, inputs)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=kind != "wikitext")
+    again, compiled_grads = gradients(compiled, kind, inputs)
+    torch.testing.assert_close(again, loss)
+    assert_same_gradients({name.removeprefix("_orig_mod."): g for name, g in compiled_grads.items()}, grads)
+
+
+@every_kind
+@pytest.mark.parametrize("attention", ["softmax", "mgk", "smgk", "smgk-em"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_near(kind, attention, dtype):
+    inputs = make_inputs(kind, padding_side="right")
+    exact = make_model(kind, attention)
+    rounded = copy.deepcopy(exact).to(dtype)
+    # The same rounded weights in fp64: what remains is the error of the computation.
+    exact.load_state_dict(rounded.state_dict())
+    expected, got = run(exact, inputs), run(rounded, inputs)
+    caps = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+    assert (got.double() - expected).norm() / expected.norm() < caps[dtype]
+    loss, grads = gradients(rounded.train(), kind, inputs)
+    assert loss.isfinite()
+    assert all(grad.isfinite().all() for grad in grads.values())
+
+
+@every_kind
+def test_autocast(kind):
+    model = make_model(kind, dtype=torch.float32).train()
+    inputs = make_inputs(kind)
+    loss, _ = gradients(model, kind, inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        near, grads = gradients(model, kind, inputs)
+    torch.testing.assert_close(near, loss, rtol=3e-2, atol=3e-2)
+    assert all(grad.dtype == torch.float32 for grad in grads.values())
+
+
+@every_kind
+def test_meta_device(kind):
+    """Shapes without memory; and a model built there gets its weights from a state dict."""
+    model = make_model(kind, "smgk-em", variance_scale=[1.0, 3.0])
+    with torch.device("meta"):
+        empty = type(model)(copy.deepcopy(model.config))
+    assert all(p.is_meta for p in empty.parameters())
+    with torch.no_grad():
+        shapes = empty(**{name: tensor.to("meta") for name, tensor in make_inputs(kind).items()})
+    assert shapes.logits.shape == run(model, make_inputs(kind)).shape
+
+
+@pytest.mark.parametrize("kind", ["wikitext", "modern", "translation"])
+def test_tied_weights(kind, tmp_path):
+    model = make_model(kind)
+    decoder = model.model.decoder if kind == "translation" else model.model
+    assert model.lm_head.weight is decoder.embed_tokens.weight
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    decoder = loaded.model.decoder if kind == "translation" else loaded.model
+    assert loaded.lm_head.weight is decoder.embed_tokens.weight
+    untied = make_model(kind, tie_word_embeddings=False)
+    decoder = untied.model.decoder if kind == "translation" else untied.model
+    assert untied.lm_head.weight is not decoder.embed_tokens.weight
+
+
+def test_source_and_target_may_share_a_vocabulary():
+    model = make_model("translation", source_vocab_size=None)
+    assert model.model.encoder.embed_tokens.weight is model.lm_head.weight
+    model = make_model("translation")
+    assert model.model.encoder.embed_tokens.weight.shape == (53, 32)
+
+
+def test_resizing_the_vocabulary():
+    model = make_model("modern")
+    model.resize_token_embeddings(70)
+    assert run(model, make_inputs("modern")).shape[-1] == 70
+    with pytest.raises(ValueError, match="adaptive softmax end at vocab_size=61, which cannot become 70"):
+        make_model("wikitext").resize_token_embeddings(70)
+
+
+@every_preset
+def test_packed_sequences_do_not_see_each_other(attention):
+    """Positions that start anew mark sequences in one row."""
+    model = make_model("modern", attention)
+    tokens = make_inputs("modern", batch=1, tokens=12)["input_ids"]
+    lengths = (5, 4, 3)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    packed = run(model, {"input_ids": tokens, "position_ids": positions, "use_cache": False})
+    alone = torch.cat([run(model, {"input_ids": part}) for part in tokens.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(packed, alone, **CLOSE)
+
+
+def test_masks_of_pairs():
+    """A 4-D mask says everything: here a causal one, as bool and as numbers to add."""
+    model = make_model("modern")
+    tokens = make_inputs("modern")["input_ids"]
+    expected = run(model, {"input_ids": tokens})
+    pairs = torch.ones(9, 9, dtype=torch.bool).tril().expand(3, 1, 9, 9)
+    torch.testing.assert_close(run(model, {"input_ids": tokens, "attention_mask": pairs}), expected, **CLOSE)
+    added = torch.zeros(3, 1, 9, 9).masked_fill(~pairs, -torch.inf)
+    torch.testing.assert_close(run(model, {"input_ids": tokens, "attention_mask": added}), expected, **CLOSE)
+
+
+def test_classifier_takes_the_mean_over_valid_tokens():
+    model = make_model("classifier")
+    inputs = make_inputs("classifier", padding_side="right")
+    states = model.model(**inputs).last_hidden_state
+    means = torch.stack([s[m.bool()].mean(0) for s, m in zip(states, inputs["attention_mask"], strict=True)])
+    torch.testing.assert_close(run(model, inputs), model.classifier(means))
+
+
+def test_matcher_compares_two_means():
+    model = make_model("matcher")
+    inputs = make_inputs("matcher")
+    a = model.model(inputs["input_ids"]).last_hidden_state.mean(1)
+    b = model.model(inputs["pair_input_ids"]).last_hidden_state.mean(1)
+    torch.testing.assert_close(run(model, inputs), model.classifier(torch.cat([a, b, a * b, a - b], dim=-1)))
+    with pytest.raises(ValueError, match="exactly one of pair_input_ids and pair_inputs_embeds"):
+        model(inputs["input_ids"])
+
+
+@pytest.mark.parametrize("kind", ["wikitext", "modern"])
+def test_loss_of_a_language_model(kind):
+    """Mean of -log p(next token); shifted labels and a given number of items as transformers asks."""
+    model = make_model(kind)
+    inputs = make_inputs(kind)
+    labels = inputs["input_ids"].clone()
+    labels[1, 4:] = -100
+    log_probability = run(model, inputs).log_softmax(-1)
+    terms = [-log_probability[b, i, labels[b, i + 1]] for b in range(3) for i in range(8) if labels[b, i + 1] >= 0]
+    torch.testing.assert_close(model(**inputs, labels=labels).loss, torch.stack(terms).mean())
+    torch.testing.assert_close(model(**inputs, labels=labels, num_items_in_batch=7).loss, torch.stack(terms).sum() / 7)
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    torch.testing.assert_close(model(**inputs, shift_labels=shifted).loss, torch.stack(terms).mean())
+    assert (model(**inputs, labels=labels).logits is None) == (kind == "wikitext")
+
+
+def test_translation_reads_labels_one_position_late():
+    model = make_model("translation")
+    inputs = make_inputs("translation")
+    labels = inputs.pop("decoder_input_ids")
+    labels[1, 5:] = -100
+    late = torch.cat([torch.full((3, 1), 2), labels[:, :-1].masked_fill(labels[:, :-1] == -100, 1)], dim=1)
+    logits = model(**inputs, decoder_input_ids=late).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(model(**inputs, labels=labels).loss, expected)
+
+
+@every_kind
+def test_all_labels_ignored(kind):
+    """39: the loss is 0 with a warning, not NaN, and so are all gradients."""
+    model = make_model(kind).train()
+    inputs = make_inputs(kind)
+    labels = torch.full_like(make_labels(kind, inputs), -100)
+    with pytest.warns(UserWarning, match="all labels are ignored"):
+        loss = model(**inputs, labels=labels).loss
+    loss.backward()
+    assert loss == 0
+    assert all((p.grad == 0).all() for p in model.parameters() if p.grad is not None)
+
+
+@every_kind
+@pytest.mark.parametrize("wrong", [-1, 61, 10_000])
+def test_tokens_and_labels_outside_their_range(kind, wrong):
+    """37 and 38"""
+    model = make_model(kind)
+    inputs = make_inputs(kind)
+    tokens = inputs["input_ids"].clone()
+    tokens[1, 2] = wrong
+    vocabulary = 53 if kind == "translation" else 61
+    with pytest.raises(ValueError, match=rf"input_ids must lie in \[0, {vocabulary}\), the vocabulary, got {wrong}"):
+        model(**{**inputs, "input_ids": tokens})
+    labels = make_labels(kind, inputs)
+    labels.view(-1)[1] = wrong
+    with pytest.raises(ValueError, match=rf"labels must lie in \[0, \d+\) or be -100, got {wrong}"):
+        model(**inputs, labels=labels)
+
+
+def test_other_problems_of_the_classifier():
+    model = make_model("classifier", num_labels=1)
+    out = model(**make_inputs("classifier"), labels=torch.tensor([0.5, 1.0, 2.0]).double())
+    torch.testing.assert_close(out.loss, (out.logits[:, 0] - torch.tensor([0.5, 1.0, 2.0])).square().mean())
+    model = make_model("classifier", num_labels=3)
+    out = model(**make_inputs("classifier"), labels=torch.eye(3).double())
+    expected = torch.nn.functional.binary_cross_entropy_with_logits(out.logits, torch.eye(3).double())
+    torch.testing.assert_close(out.loss, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@every_kind
+@pytest.mark.parametrize("attention", ["smgk", "mgk-em"])
+def test_three_steps_of_the_trainer(kind, attention, tmp_path):
+    model = make_model(kind, attention, dtype=torch.float32).train()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    inputs = make_inputs(kind, batch=8, padding_side="right")
+    data = [{name: tensor[i] for name, tensor in inputs.items()} for i in range(8)]
+    for row, label in zip(data, make_labels(kind, inputs), strict=True):
+        row["labels"] = label
+    arguments = TrainingArguments(
+        tmp_path, max_steps=3, per_device_train_batch_size=4, report_to=[], use_cpu=True, disable_tqdm=True,
+        gradient_accumulation_steps=2, logging_steps=1, save_steps=3,
+    )  # fmt: skip
+    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data)
+    result = trainer.train()
+    assert result.global_step == 3
+    assert torch.tensor(result.training_loss).isfinite()
+    assert any((before[name] != p).any() for name, p in model.named_parameters())
+    assert os.path.exists(tmp_path / "checkpoint-3" / "model.safetensors")
+    assert torch.tensor(trainer.evaluate()["eval_loss"]).isfinite()
+
+
+@pytest.mark.filterwarnings("ignore")
+@every_kind
+def test_lora(kind, tmp_path):
+    """PEFT finds the projections by their usual names; only its matrices learn; merged, the logits stay."""
+    peft = pytest.importorskip("peft")
+    model = make_model(kind, "mgk")
+    inputs = make_inputs(kind, padding_side="right")
+    expected = run(model, inputs)
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj", "v_proj", "out_proj"])
+    )
+    torch.testing.assert_close(run(adapted, inputs), expected, **CLOSE)
+    adapted.train()
+    adapted(**inputs, labels=make_labels(kind, inputs)).loss.backward()
+    learned = [name for name, p in adapted.named_parameters() if p.grad is not None]
+    assert learned
+    assert all("lora_" in name for name in learned)
+    torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=1.0).step()
+    adapted.eval()
+    tuned = run(adapted, inputs)
+    assert (tuned - expected).abs().max() > 1e-6
+    adapted.save_pretrained(tmp_path)
+    fresh = peft.PeftModel.from_pretrained(make_model(kind, "mgk"), tmp_path)
+    torch.testing.assert_close(run(fresh, inputs), tuned, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run(adapted.merge_and_unload(), inputs), tuned, **CLOSE)
+
+
+@every_kind
+def test_no_warnings_in_ordinary_use(kind):
+    model = make_model(kind).train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradients(model, kind, make_inputs(kind, padding_side="right"))
+
+
+def test_weight_decay_groups_know_the_mixture():
+    """`mgk.nn.parameter_groups` on a whole model: nothing of the mixture decays."""
+    model = make_model("modern", "smgk", learn_variance=True)
+    decayed, others = mgk.nn.parameter_groups(model, 0.1)
+    mixture = set(mgk.nn.mixture_parameters(model))
+    assert len(mixture) == 2 * 3
+    assert not mixture & set(decayed["params"])
+    assert len(decayed["params"]) + len(others["params"]) == len(list(model.parameters()))
+
+
+def test_initial_weights():
+    """The three schemes, and mixtures that start as `mgk.nn` starts them."""
+    torch.manual_seed(0)
+    config = {
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "vocab_size": 500,
+        "attention": "smgk",
+        "num_hidden_layers": 1,
+    }
+    normal = MGKForSequenceClassification(MGKConfig(**config, initializer_range=0.05))
+    layer = normal.model.layers[0].self_attn
+    assert abs(layer.q_proj.weight.std() - 0.05) < 0.002
+    assert (layer.q_proj.bias == 0).all()
+    assert abs(layer.keys.shift.std() - 1.0) < 0.1
+    assert (layer.prior.logits == 0).all()
+    default = MGKForSequenceClassification(MGKConfig(**config, initialization="torch"))
+    projection = default.model.layers[0].self_attn.q_proj
+    assert abs(projection.weight.abs().max() - 256**-0.5) < 1e-3
+    assert 0 < projection.bias.abs().max() <= 256**-0.5
+    xavier = MGKForSequenceClassification(MGKConfig(**config, initialization="xavier"))
+    assert abs(xavier.model.layers[0].self_attn.q_proj.weight.abs().max() - (6 / 512) ** 0.5) < 1e-3
+    assert abs(xavier.model.embed_tokens.weight.std() - 1 / 16) < 1e-3
+
+
+def test_both_or_no_inputs_are_refused():
+    model = make_model("modern")
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model()
+    embeds = model.model.embed_tokens(make_inputs("modern")["input_ids"])
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model(make_inputs("modern")["input_ids"], inputs_embeds=embeds)
+    torch.testing.assert_close(model(inputs_embeds=embeds).logits, run(model, make_inputs("modern")))
+
+
+def test_an_encoder_keeps_no_cache():
+    model = make_model("classifier")
+    out = model.model(**make_inputs("classifier"), use_cache=True)
+    assert out.past_key_values is None
+    decoder = make_model("modern")
+    assert isinstance(decoder(**make_inputs("modern")).past_key_values, DynamicCache)
