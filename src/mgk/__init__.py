@@ -1,5 +1,7 @@
 """Attention with a mixture of Gaussian keys."""
 
+from typing import TYPE_CHECKING
+
 from mgk.nn import MixtureAttention, build_attention, replace_attention, update_priors
 from mgk.ops import (
     debug_checks,
@@ -8,6 +10,11 @@ from mgk.ops import (
     mixture_responsibilities,
     mixture_weights,
 )
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from mgk import models
 
 __version__ = "0.1.0"
 
@@ -19,6 +26,25 @@ __all__ = [
     "mixture_log_density",
     "mixture_responsibilities",
     "mixture_weights",
+    "models",
     "replace_attention",
     "update_priors",
 ]
+
+
+def __getattr__(name: str) -> "ModuleType":
+    """``mgk.models`` on first use: it imports transformers, which the rest does without."""
+    if name != "models":
+        raise AttributeError(f"module 'mgk' has no attribute {name!r}")
+    import importlib
+
+    try:
+        return importlib.import_module("mgk.models")
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.startswith("mgk"):
+            raise
+        raise ImportError(f"mgk.models needs {error.name}: pip install 'mgk[models]'") from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "models"})

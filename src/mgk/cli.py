@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import mgk
@@ -45,7 +47,7 @@ def _root(
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Argument(help="Folder of a saved model, or its name on the hub.")],
+    model: Annotated[str, typer.Argument(help="Folder of a saved model, or owner/name on the hub.")],
     prompt: Annotated[str, typer.Argument(help="Text to continue, or to translate; - reads standard input.")] = "-",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token; 1 samples.")] = 0.0,
@@ -65,6 +67,8 @@ def generate(
 
     import mgk.models
 
+    if not Path(model).is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", model) is None:
+        raise ValueError(f"model must be a folder, or owner/name on the hub, got {model!r}, where no folder is")
     config = AutoConfig.from_pretrained(model)
     if not isinstance(config, mgk.models.MGKConfig):
         raise ValueError(f"{model} must be a model of mgk, got model_type {config.model_type!r}")
