@@ -1,6 +1,7 @@
 """Small models of every kind, shared by the tests of `mgk.models`."""
 
 import torch
+from cases import DEVICE
 
 from mgk.models import (
     MGKForCausalLM,
@@ -25,6 +26,10 @@ KINDS = {
 GENERATIVE = ("wikitext", "modern", "translation")
 
 
+def seeded(seed):
+    return torch.Generator(device=DEVICE).manual_seed(seed)
+
+
 def make_model(kind, attention="smgk", *, dtype=torch.float64, seed=0, **changes):
     """An evaluated model of this kind, without dropout. fp64 unless told, so that equal means equal to 1e-10."""
     model_class, name, small = KINDS[kind]
@@ -36,7 +41,7 @@ def make_model(kind, attention="smgk", *, dtype=torch.float64, seed=0, **changes
 
 def make_inputs(kind, *, batch=3, tokens=9, seed=1, padding_side=None):
     """Tokens for a model of this kind; with a side, rows 1 and 2 are padded there by 2 and 4 tokens."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
 
     def draw(length):
         return torch.randint(3, 53, (batch, length), generator=generator)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from model_cases import GENERATIVE, make_inputs, make_model
+from model_cases import GENERATIVE, make_inputs, make_model, seeded
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.generation import GenerationConfig
 
@@ -128,7 +128,7 @@ def test_padding_on_either_side_changes_no_continuation(attention, kind, beams):
     """Left, right, and in the middle of a prompt."""
     model = make_model(kind, attention)
     settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "num_beams": beams, "pad_token_id": 1}
-    prompts = [torch.randint(3, 60, (1, length), generator=torch.Generator().manual_seed(length)) for length in (4, 6)]
+    prompts = [torch.randint(3, 60, (1, length), generator=seeded(length)) for length in (4, 6)]
     alone = torch.cat([model.generate(prompt, **settings)[:, prompt.shape[1] :] for prompt in prompts])
     for kept in ([2, 3, 4, 5], [0, 1, 2, 3], [0, 3, 4, 5]):
         tokens, mask = torch.ones(2, 6, dtype=torch.long), torch.ones(2, 6, dtype=torch.long)
@@ -137,6 +137,27 @@ def test_padding_on_either_side_changes_no_continuation(attention, kind, beams):
         out = model.generate(tokens, attention_mask=mask, **settings)
         torch.testing.assert_close(out[:, 6:], alone)
         torch.testing.assert_close(out[:, :6], tokens)
+        embeds = model.get_input_embeddings()(tokens)
+        torch.testing.assert_close(model.generate(inputs_embeds=embeds, attention_mask=mask, **settings), alone)
+
+
+@pytest.mark.parametrize("attention", ["mgk", "smgk"])
+def test_other_ways_to_generate(attention):
+    """Assisted by a small model or by the prompt, in chunks, from where a cache ends: always the greedy tokens."""
+    model = make_model("modern", attention)
+    inputs = make_inputs("modern", batch=1)
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 1}
+    expected = model.generate(**inputs, **settings)
+    assistant = make_model("modern", attention, seed=5)
+    torch.testing.assert_close(model.generate(**inputs, **settings, assistant_model=assistant), expected)
+    torch.testing.assert_close(model.generate(**inputs, **settings, prompt_lookup_num_tokens=2), expected)
+    torch.testing.assert_close(model.generate(**inputs, **settings, prefill_chunk_size=4), expected)
+    half = {**settings, "max_new_tokens": 3, "min_new_tokens": 3}
+    begun = model.generate(**inputs, **half, return_dict_in_generate=True, output_attentions=True)
+    assert begun.attentions[1][0].shape == (1, 4, 1, 10)
+    mask = torch.ones_like(begun.sequences)
+    rest = model.generate(begun.sequences, attention_mask=mask, past_key_values=begun.past_key_values, **half)
+    torch.testing.assert_close(rest, expected)
 
 
 @pytest.mark.parametrize("attention", ["softmax", "mgk", "smgk"])
@@ -189,6 +210,7 @@ def test_compiled_generation_with_a_static_cache(kind):
         generation.decoder_start_token_id = model.config.decoder_start_token_id
         generation.eos_token_id = model.config.eos_token_id
     torch._dynamo.reset()
+    torch.set_default_device(None)
     torch.testing.assert_close(model.generate(**inputs, generation_config=generation), expected)
 
 

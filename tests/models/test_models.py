@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from cases import DEVICE
 from model_cases import KINDS, make_inputs, make_labels, make_model
 from safetensors.torch import save_file
 from transformers import (
@@ -140,7 +141,7 @@ def test_what_is_saved_continues(kind, attention, tmp_path):
     inputs = make_inputs(kind, padding_side="right")
     model.save_pretrained(tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
-    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64).to(DEVICE)
     assert torch.equal(run(loaded, inputs), run(model, inputs))
     for each in (model, loaded):
         gradients(each.train(), kind, inputs)
@@ -160,7 +161,7 @@ def test_what_is_saved_continues(kind, attention, tmp_path):
 def test_auto_classes(kind, auto, tmp_path):
     model = make_model(kind)
     model.save_pretrained(tmp_path)
-    loaded = auto.from_pretrained(tmp_path, dtype=torch.float64)
+    loaded = auto.from_pretrained(tmp_path, dtype=torch.float64).to(DEVICE)
     assert type(loaded) is type(model)
     assert torch.equal(run(loaded, make_inputs(kind)), run(model, make_inputs(kind)))
     if kind != "translation":
@@ -222,6 +223,7 @@ def test_compiled_equals_eager(kind, attention):
     model = make_model(kind, attention).train()
     inputs = make_inputs(kind, padding_side="right")
     loss, grads = gradients(model, kind, inputs)
+    torch.set_default_device(None)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=kind != "wikitext")
     again, compiled_grads = gradients(compiled, kind, inputs)
     torch.testing.assert_close(again, loss)
@@ -250,7 +252,7 @@ def test_autocast(kind):
     model = make_model(kind, dtype=torch.float32).train()
     inputs = make_inputs(kind)
     loss, _ = gradients(model, kind, inputs)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         near, grads = gradients(model, kind, inputs)
     torch.testing.assert_close(near, loss, rtol=3e-2, atol=3e-2)
     assert all(grad.dtype == torch.float32 for grad in grads.values())
@@ -412,11 +414,11 @@ def test_three_steps_of_the_trainer(kind, attention, tmp_path):
     model = make_model(kind, attention, dtype=torch.float32).train()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     inputs = make_inputs(kind, batch=8, padding_side="right")
-    data = [{name: tensor[i] for name, tensor in inputs.items()} for i in range(8)]
+    data = [{name: tensor[i].cpu() for name, tensor in inputs.items()} for i in range(8)]
     for row, label in zip(data, make_labels(kind, inputs), strict=True):
-        row["labels"] = label
+        row["labels"] = label.cpu()
     arguments = TrainingArguments(
-        tmp_path, max_steps=3, per_device_train_batch_size=4, report_to=[], use_cpu=True, disable_tqdm=True,
+        tmp_path, max_steps=3, per_device_train_batch_size=4, report_to=[], disable_tqdm=True,
         gradient_accumulation_steps=2, logging_steps=1, save_steps=3,
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data)

@@ -52,14 +52,18 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
 
         New tokens follow the last token of a prompt, never its padding. The prompts come back as they were given.
         """
-        prompts = kwargs.get("input_ids") if inputs is None else inputs
-        mask = kwargs.get("attention_mask")
-        if prompts is None or mask is None or mask.shape != prompts.shape:
-            return super().generate(inputs, *args, **kwargs)
+        prompts = kwargs.pop("input_ids", None) if inputs is None else inputs
+        mask, embeds = kwargs.get("attention_mask"), kwargs.get("inputs_embeds")
+        given = embeds if prompts is None else prompts
+        if given is None or mask is None or mask.shape != given.shape[:2]:
+            return super().generate(prompts, *args, **kwargs)
         # Padding first, tokens in their order after it.
         order = mask.bool().long().argsort(dim=1, stable=True)
-        kwargs = {**kwargs, "attention_mask": mask.gather(1, order)}
-        kwargs.pop("input_ids", None)
+        kwargs["attention_mask"] = mask.gather(1, order)
+        if embeds is not None and embeds.shape[:2] == mask.shape:
+            kwargs["inputs_embeds"] = embeds.gather(1, order[..., None].expand_as(embeds))
+        if prompts is None:
+            return super().generate(None, *args, **kwargs)
         out = super().generate(prompts.gather(1, order), *args, **kwargs)
         sequences = out if isinstance(out, Tensor) else out.sequences
         copies = sequences.shape[0] // prompts.shape[0]
