@@ -1,8 +1,11 @@
 """Small models of every kind, shared by the tests of `mgk.models`."""
 
+from contextlib import contextmanager
+
 import torch
 from cases import DEVICE
 
+import mgk
 from mgk.models import (
     MGKForCausalLM,
     MGKForSeq2SeqLM,
@@ -36,7 +39,7 @@ def make_model(kind, attention="smgk", *, dtype=torch.float64, seed=0, **changes
     torch.manual_seed(seed)
     quiet = {"dropout": 0.0, "attention_dropout": 0.0, "initializer_range": 0.3}
     config = architecture(name, attention=attention, **{**SMALL, **small, **quiet, **changes})
-    return model_class(config).to(dtype).eval()
+    return model_class(config).to(DEVICE, dtype).eval()
 
 
 def make_inputs(kind, *, batch=3, tokens=9, seed=1, padding_side=None):
@@ -44,9 +47,9 @@ def make_inputs(kind, *, batch=3, tokens=9, seed=1, padding_side=None):
     generator = seeded(seed)
 
     def draw(length):
-        return torch.randint(3, 53, (batch, length), generator=generator)
+        return torch.randint(3, 53, (batch, length), generator=generator, device=DEVICE)
 
-    mask = torch.ones(batch, tokens, dtype=torch.long)
+    mask = torch.ones(batch, tokens, dtype=torch.long, device=DEVICE)
     if padding_side is not None:
         for row, length in ((1, 2), (2, 4)):
             mask[row, : length if padding_side == "left" else None] = 0 if padding_side == "left" else 1
@@ -62,5 +65,15 @@ def make_inputs(kind, *, batch=3, tokens=9, seed=1, padding_side=None):
 
 def make_labels(kind, inputs):
     if kind in ("classifier", "matcher"):
-        return torch.arange(len(inputs["input_ids"])) % 2
+        return torch.arange(len(inputs["input_ids"]), device=DEVICE) % 2
     return inputs.get("decoder_input_ids", inputs["input_ids"]).clone()
+
+
+@contextmanager
+def values_checked():
+    """On a GPU, too, values are inspected."""
+    mgk.debug_checks(True)
+    try:
+        yield
+    finally:
+        mgk.debug_checks(False)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from model_cases import GENERATIVE, make_inputs, make_model, seeded
+from cases import DEVICE
+from model_cases import GENERATIVE, make_inputs, make_model, seeded, values_checked
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers.generation import GenerationConfig
 
@@ -128,10 +129,10 @@ def test_padding_on_either_side_changes_no_continuation(attention, kind, beams):
     """Left, right, and in the middle of a prompt."""
     model = make_model(kind, attention)
     settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "num_beams": beams, "pad_token_id": 1}
-    prompts = [torch.randint(3, 60, (1, length), generator=seeded(length)) for length in (4, 6)]
+    prompts = [torch.randint(3, 60, (1, n), generator=seeded(n), device=DEVICE) for n in (4, 6)]
     alone = torch.cat([model.generate(prompt, **settings)[:, prompt.shape[1] :] for prompt in prompts])
     for kept in ([2, 3, 4, 5], [0, 1, 2, 3], [0, 3, 4, 5]):
-        tokens, mask = torch.ones(2, 6, dtype=torch.long), torch.ones(2, 6, dtype=torch.long)
+        tokens, mask = torch.ones(2, 2, 6, dtype=torch.long, device=DEVICE)
         tokens[1], tokens[0, kept] = prompts[1], prompts[0]
         mask[0] = torch.tensor([index in kept for index in range(6)])
         out = model.generate(tokens, attention_mask=mask, **settings)
@@ -165,7 +166,7 @@ def test_beams_may_be_reordered(attention):
     """After a reorder each row continues the history it was given."""
     model = make_model("modern", attention)
     inputs = make_inputs("modern")
-    order = torch.tensor([2, 0, 0])
+    order = torch.tensor([2, 0, 0], device=DEVICE)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(inputs["input_ids"][:, :6], past_key_values=cache, use_cache=True)
@@ -210,7 +211,6 @@ def test_compiled_generation_with_a_static_cache(kind):
         generation.decoder_start_token_id = model.config.decoder_start_token_id
         generation.eos_token_id = model.config.eos_token_id
     torch._dynamo.reset()
-    torch.set_default_device(None)
     torch.testing.assert_close(model.generate(**inputs, generation_config=generation), expected)
 
 
@@ -226,5 +226,5 @@ def test_a_mask_of_the_wrong_length_is_refused():
 def test_learned_positions_end_with_their_table():
     model = make_model("modern", positions="learned", max_position_embeddings=12)
     inputs = make_inputs("modern", tokens=9)
-    with pytest.raises(ValueError, match="at most max_position_embeddings=12 tokens, got 13"):
+    with values_checked(), pytest.raises(ValueError, match="at most max_position_embeddings=12 tokens, got 13"):
         model.generate(**inputs, max_new_tokens=6, min_new_tokens=6)

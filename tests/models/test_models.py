@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from cases import DEVICE
-from model_cases import KINDS, make_inputs, make_labels, make_model
+from model_cases import KINDS, make_inputs, make_labels, make_model, values_checked
 from safetensors.torch import save_file
 from transformers import (
     AutoModel,
@@ -130,7 +130,7 @@ def test_attentions_of_translation():
         out = model(**inputs, output_attentions=True)
     assert [len(each) for each in (out.encoder_attentions, out.decoder_attentions, out.cross_attentions)] == [2, 3, 3]
     assert out.cross_attentions[0].shape == (3, 4, 8, 9)
-    torch.testing.assert_close(out.cross_attentions[0].sum(-1), torch.ones(3, 4, 8).double())
+    torch.testing.assert_close(out.cross_attentions[0].sum(-1), torch.ones(3, 4, 8, dtype=torch.float64, device=DEVICE))
 
 
 @every_kind
@@ -223,7 +223,6 @@ def test_compiled_equals_eager(kind, attention):
     model = make_model(kind, attention).train()
     inputs = make_inputs(kind, padding_side="right")
     loss, grads = gradients(model, kind, inputs)
-    torch.set_default_device(None)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=kind != "wikitext")
     again, compiled_grads = gradients(compiled, kind, inputs)
     torch.testing.assert_close(again, loss)
@@ -305,7 +304,7 @@ def test_packed_sequences_do_not_see_each_other(attention):
     model = make_model("modern", attention)
     tokens = make_inputs("modern", batch=1, tokens=12)["input_ids"]
     lengths = (5, 4, 3)
-    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    positions = torch.cat([torch.arange(n, device=DEVICE) for n in lengths])[None]
     packed = run(model, {"input_ids": tokens, "position_ids": positions, "use_cache": False})
     alone = torch.cat([run(model, {"input_ids": part}) for part in tokens.split(lengths, dim=1)], dim=1)
     torch.testing.assert_close(packed, alone, **CLOSE)
@@ -316,9 +315,9 @@ def test_masks_of_pairs():
     model = make_model("modern")
     tokens = make_inputs("modern")["input_ids"]
     expected = run(model, {"input_ids": tokens})
-    pairs = torch.ones(9, 9, dtype=torch.bool).tril().expand(3, 1, 9, 9)
+    pairs = torch.ones(9, 9, dtype=torch.bool, device=DEVICE).tril().expand(3, 1, 9, 9)
     torch.testing.assert_close(run(model, {"input_ids": tokens, "attention_mask": pairs}), expected, **CLOSE)
-    added = torch.zeros(3, 1, 9, 9).masked_fill(~pairs, -torch.inf)
+    added = torch.zeros(3, 1, 9, 9, device=DEVICE).masked_fill(~pairs, -torch.inf)
     torch.testing.assert_close(run(model, {"input_ids": tokens, "attention_mask": added}), expected, **CLOSE)
 
 
@@ -361,7 +360,9 @@ def test_translation_reads_labels_one_position_late():
     inputs = make_inputs("translation")
     labels = inputs.pop("decoder_input_ids")
     labels[1, 5:] = -100
-    late = torch.cat([torch.full((3, 1), 2), labels[:, :-1].masked_fill(labels[:, :-1] == -100, 1)], dim=1)
+    late = torch.cat(
+        [torch.full((3, 1), 2, device=DEVICE), labels[:, :-1].masked_fill(labels[:, :-1] == -100, 1)], dim=1
+    )
     logits = model(**inputs, decoder_input_ids=late).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
     torch.testing.assert_close(model(**inputs, labels=labels).loss, expected)
@@ -373,7 +374,7 @@ def test_all_labels_ignored(kind):
     model = make_model(kind).train()
     inputs = make_inputs(kind)
     labels = torch.full_like(make_labels(kind, inputs), -100)
-    with pytest.warns(UserWarning, match="all labels are ignored"):
+    with values_checked(), pytest.warns(UserWarning, match="all labels are ignored"):
         loss = model(**inputs, labels=labels).loss
     loss.backward()
     assert loss == 0
@@ -389,21 +390,26 @@ def test_tokens_and_labels_outside_their_range(kind, wrong):
     tokens = inputs["input_ids"].clone()
     tokens[1, 2] = wrong
     vocabulary = 53 if kind == "translation" else 61
-    with pytest.raises(ValueError, match=rf"input_ids must lie in \[0, {vocabulary}\), the vocabulary, got {wrong}"):
+    with (
+        values_checked(),
+        pytest.raises(ValueError, match=rf"input_ids must lie in \[0, {vocabulary}\), the vocabulary, got {wrong}"),
+    ):
         model(**{**inputs, "input_ids": tokens})
     labels = make_labels(kind, inputs)
     labels.view(-1)[1] = wrong
-    with pytest.raises(ValueError, match=rf"labels must lie in \[0, \d+\) or be -100, got {wrong}"):
+    with values_checked(), pytest.raises(ValueError, match=rf"labels must lie in \[0, \d+\) or be -100, got {wrong}"):
         model(**inputs, labels=labels)
 
 
 def test_other_problems_of_the_classifier():
     model = make_model("classifier", num_labels=1)
-    out = model(**make_inputs("classifier"), labels=torch.tensor([0.5, 1.0, 2.0]).double())
-    torch.testing.assert_close(out.loss, (out.logits[:, 0] - torch.tensor([0.5, 1.0, 2.0])).square().mean())
+    targets = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64, device=DEVICE)
+    out = model(**make_inputs("classifier"), labels=targets)
+    torch.testing.assert_close(out.loss, (out.logits[:, 0] - targets).square().mean())
     model = make_model("classifier", num_labels=3)
-    out = model(**make_inputs("classifier"), labels=torch.eye(3).double())
-    expected = torch.nn.functional.binary_cross_entropy_with_logits(out.logits, torch.eye(3).double())
+    targets = torch.eye(3, dtype=torch.float64, device=DEVICE)
+    out = model(**make_inputs("classifier"), labels=targets)
+    expected = torch.nn.functional.binary_cross_entropy_with_logits(out.logits, targets)
     torch.testing.assert_close(out.loss, expected)
 
 
@@ -452,7 +458,7 @@ def test_lora(kind, tmp_path):
     tuned = run(adapted, inputs)
     assert (tuned - expected).abs().max() > 1e-6
     adapted.save_pretrained(tmp_path)
-    fresh = peft.PeftModel.from_pretrained(make_model(kind, "mgk"), tmp_path)
+    fresh = peft.PeftModel.from_pretrained(make_model(kind, "mgk"), tmp_path).to(DEVICE)
     torch.testing.assert_close(run(fresh, inputs), tuned, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(run(adapted.merge_and_unload(), inputs), tuned, **CLOSE)
 

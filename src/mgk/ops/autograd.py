@@ -60,9 +60,15 @@ def first_order_only(tensor: Tensor) -> Tensor:
 
 
 class _WithValue(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
+    def forward(tensor: Tensor, value: Tensor) -> Tensor:
         return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
