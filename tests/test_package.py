@@ -41,11 +41,23 @@ def test_version_matches_the_changelog():
     assert re.search(rf"^## {re.escape(mgk.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 
-def test_readme_code_runs():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
+def test_code_in_the_docs_runs():
+    for page in (ROOT / "README.md", ROOT / "docs" / "models.md"):
+        blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        assert blocks
+        for block in blocks:
+            exec(compile(block, page.name, "exec"), {})
+
+
+def test_language_model_example_learns(tmp_path):
+    """The two commands of the README, shorter."""
+    out = run(
+        "examples/tiny_language_model.py", "README.md", "docs/models.md", "--folder", str(tmp_path), "--steps", "30"
+    )
+    first, last = map(float, re.search(r"nats per byte: ([\d.]+) at the first step, ([\d.]+) over", out).groups())
+    assert last < first - 1
+    written = run("-m", "mgk", "generate", str(tmp_path), "Attention", "--temperature", "0.8", "--max-new-tokens", "20")
+    assert written.startswith("Attention")
 
 
 def test_readme_commands_exist():
@@ -114,5 +126,8 @@ def test_numbers_in_the_docs_come_from_results():
 
 def test_docs_name_tests_that_exist():
     tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    for name in re.findall(r"`(test_\w+)`", (ROOT / "docs" / "numerics.md").read_text()):
-        assert f"def {name}(" in tests, name
+    for page in (ROOT / "docs").glob("*.md"):
+        for name in re.findall(r"`(test_\w+)`", page.read_text()):
+            assert f"def {name}(" in tests, name
+        for path in re.findall(r"`(tests/[\w/.]+)`", page.read_text()):
+            assert (ROOT / path).exists(), path

@@ -64,8 +64,11 @@ def generate(
     """Write text with a language model, or translate, token by token as it comes."""
     import torch
     from transformers import AutoConfig, AutoTokenizer, TextStreamer, set_seed
+    from transformers.utils import logging
 
     import mgk.models
+
+    logging.disable_progress_bar()
 
     if not Path(model).is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", model) is None:
         raise ValueError(f"model must be a folder, or owner/name on the hub, got {model!r}, where no folder is")
