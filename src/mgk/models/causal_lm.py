@@ -38,6 +38,10 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
             self.lm_head = AdaptiveSoftmax(config.hidden_size, config.vocab_size, config.adaptive_cutoffs)
         self.post_init()
 
+    def get_output_embeddings(self) -> nn.Linear | None:
+        """The output layer, if it is one matrix."""
+        return self.lm_head if isinstance(self.lm_head, nn.Linear) else None
+
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Give the vocabulary another size."""
         if new_num_tokens not in (None, self.config.vocab_size) and isinstance(self.lm_head, AdaptiveSoftmax):

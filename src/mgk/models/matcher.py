@@ -39,7 +39,7 @@ class MGKForSequencePairClassification(MGKPreTrainedModel):
         """Logits ``[B, num_labels]``, and the loss where ``labels [B]`` are given.
 
         ``input_ids [B, N]`` and ``pair_input_ids [B, N']`` are the two sequences, each with its mask, or the two
-        ``inputs_embeds``. States and attentions in the output are those of the first, then those of the second.
+        ``inputs_embeds``. States and attentions in the output are those of the first; ``model.model`` has the other's.
         """
         if (pair_input_ids is None) == (pair_inputs_embeds is None):
             raise ValueError("exactly one of pair_input_ids and pair_inputs_embeds must be given, got both or neither")
@@ -55,6 +55,6 @@ class MGKForSequencePairClassification(MGKPreTrainedModel):
         return SequenceClassifierOutput(
             loss=loss,
             logits=logits,
-            hidden_states=None if first.hidden_states is None else first.hidden_states + second.hidden_states,
-            attentions=None if first.attentions is None else first.attentions + second.attentions,
+            hidden_states=first.hidden_states,
+            attentions=first.attentions,
         )
