@@ -90,6 +90,23 @@ def test_generate_translates(saved):
     assert "Guten" not in result.stdout
 
 
+def test_generate_translates_between_two_vocabularies(tmp_path):
+    """The source's tokenizer lies in a folder of its own."""
+    source, target = byte_tokenizer(), byte_tokenizer(extra=("<new>",))
+    config = architecture(
+        "iwslt14", **SMALL, decoder_layers=1, vocab_size=259, source_vocab_size=258, pad_token_id=0, eos_token_id=1,
+        bos_token_id=1, decoder_start_token_id=1, tokenizer_sha256=fingerprint(target),
+        source_tokenizer_sha256=fingerprint(source),
+    )  # fmt: skip
+    MGKForSeq2SeqLM(config).save_pretrained(tmp_path)
+    target.save_pretrained(tmp_path)
+    source.save_pretrained(tmp_path / "source_tokenizer")
+    assert run("generate", tmp_path, "Guten Tag", "--max-new-tokens", "3").exit_code == 0
+    target.save_pretrained(tmp_path / "source_tokenizer")
+    with pytest.raises(ValueError, match="at most source_vocab_size=258 tokens, got 259"):
+        run("generate", tmp_path, "Guten Tag")
+
+
 def test_generate_reads_standard_input(saved):
     from typer.testing import CliRunner
 
@@ -102,6 +119,8 @@ def test_what_the_user_did_wrong_is_one_line(saved, capsys, monkeypatch):
     cases = {
         ("generate", "no-such-folder", "x"): "owner/name on the hub, got 'no-such-folder', where no folder is",
         ("generate", str(saved["writer"]), ""): "the prompt must hold at least one token, got none",
+        ("generate", str(saved["writer"]), "x", "--device", "nope"): "nope",
+        ("generate", str(saved["writer"]), "x", "--top-k", "5"): "need a --temperature above 0",
         ("generate", str(saved["classifier"]), "x"): "must hold a MGKForCausalLM or MGKForSeq2SeqLM, "
         "got MGKForSequenceClassification",
     }

@@ -26,7 +26,7 @@ def main() -> None:
     """Run the command; what a user did wrong is one line, not a traceback."""
     try:
         app()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         raise SystemExit(1) from error
 
@@ -61,7 +61,10 @@ def generate(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; auto: as saved.")] = "auto",
     cache: Annotated[bool, typer.Option(help="Keep keys and values of earlier tokens.")] = True,
 ) -> None:
-    """Write text with a language model, or translate, token by token as it comes."""
+    """Write text with a language model, or translate, token by token as it comes.
+
+    The tokenizer lies in the folder of the model; that of a source with its own vocabulary in `source_tokenizer` there.
+    """
     import torch
     from transformers import AutoConfig, AutoTokenizer, TextStreamer, set_seed
     from transformers.utils import logging
@@ -75,17 +78,23 @@ def generate(
     config = AutoConfig.from_pretrained(model)
     if not isinstance(config, mgk.models.MGKConfig):
         raise ValueError(f"{model} must be a model of mgk, got model_type {config.model_type!r}")
-    writer = _load_writer(model, config, dtype)
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    mgk.models.check_tokenizer(config, tokenizer)
+    if temperature == 0 and (top_k > 0 or top_p < 1):
+        raise ValueError("--top-k and --top-p need a --temperature above 0, got 0")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    writer = writer.to(device).eval()
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device must be one that is there, got {device}, and torch sees no GPU")
+    writer = _load_writer(model, config, dtype).to(device).eval()
+    tokenizer = reader = AutoTokenizer.from_pretrained(model)
+    mgk.models.check_tokenizer(config, tokenizer)
+    if config.is_encoder_decoder and config.source_vocab_size is not None:
+        reader = AutoTokenizer.from_pretrained(model, subfolder="source_tokenizer")
+        mgk.models.check_tokenizer(config, reader, is_source=True)
     if seed is not None:
         set_seed(seed)
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False).to(device)
+    inputs = reader(text, return_tensors="pt", return_token_type_ids=False).to(device)
     if inputs["input_ids"].shape[1] == 0:
         raise ValueError("the prompt must hold at least one token, got none")
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "num_beams": beams, "use_cache": cache}

@@ -6,7 +6,7 @@ import pytest
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
-from mgk.models import ARCHITECTURES, MGKConfig, architecture
+from mgk.models import ARCHITECTURES, MGKConfig, MGKModel, architecture
 
 
 @pytest.mark.parametrize(
@@ -15,7 +15,8 @@ from mgk.models import ARCHITECTURES, MGKConfig, architecture
         # 23: unknown keys
         ({"num_component": 3}, "no key 'num_component': did you mean 'num_components'"),
         ({"hiden_size": 64}, "did you mean 'hidden_size'"),
-        ({"num_heads": 64}, "did you mean"),
+        ({"num_heads": 4}, "did you mean 'num_attention_heads'"),
+        ({"embed_dim": 64}, "did you mean 'hidden_size'"),
         ({"frobnicate": 1}, "no key 'frobnicate'"),
         # 24: wrong types
         ({"dropout": "1e-3"}, "'dropout' with value '1e-3'"),
@@ -23,6 +24,7 @@ from mgk.models import ARCHITECTURES, MGKConfig, architecture
         ({"hidden_size": True}, "'hidden_size' expected int, got bool"),
         ({"hidden_size": 64.0}, "'hidden_size' expected int, got float"),
         ({"qk_norm": 1}, "'qk_norm' expected bool, got int"),
+        ({"num_labels": True}, "num_labels must be a number, got True"),
         # 25: shapes that do not fit
         ({"hidden_size": 65}, "hidden_size must be a multiple of num_attention_heads, or head_dim given, got 65 and 4"),
         ({"num_key_value_heads": 3}, "multiple of num_key_value_heads, got 4 and 3"),
@@ -40,6 +42,9 @@ from mgk.models import ARCHITECTURES, MGKConfig, architecture
         ({"adaptive_cutoffs": [20, 10]}, "adaptive_cutoffs must grow from above 0 to below vocab_size=32000"),
         ({"adaptive_cutoffs": [40000]}, "got [40000]"),
         ({"adaptive_cutoffs": []}, "got []"),
+        ({"num_labels": 0}, "num_labels must be at least 1, got 0"),
+        ({"rope_parameters": {"rope_type": "bogus"}}, "rope_type must be one of default, "),
+        ({"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1, got 0.5"),
     ],
     ids=str,
 )
@@ -75,6 +80,17 @@ def test_what_is_saved_comes_back(name, tmp_path):
     loaded = MGKConfig.from_pretrained(tmp_path)
     assert loaded.to_dict() == config.to_dict()
     assert loaded.variance_scale == [1.0, 3.0]
+
+
+def test_changes_while_loading_are_checked(tmp_path):
+    MGKConfig(hidden_size=64).save_pretrained(tmp_path)
+    assert MGKConfig.from_pretrained(tmp_path, dropout=0.5).dropout == 0.5
+    with pytest.raises(ValueError, match="did you mean 'num_components'"):
+        MGKConfig.from_pretrained(tmp_path, num_componets=4)
+    with pytest.raises(StrictDataclassError, match=r"dropout must lie in \[0, 1\), got 7.0"):
+        MGKModel(MGKConfig.from_pretrained(tmp_path, dropout=7.0))
+    with pytest.raises(StrictDataclassError, match="multiple of num_key_value_heads, got 2 and 4"):
+        MGKModel(MGKConfig.from_pretrained(tmp_path, num_attention_heads=2))
 
 
 def test_unknown_architectures_are_refused():

@@ -214,6 +214,40 @@ def test_compiled_generation_with_a_static_cache(kind):
     torch.testing.assert_close(model.generate(**inputs, generation_config=generation), expected)
 
 
+def test_padding_is_known_by_its_token_and_positions_move_along():
+    """Without a mask the padding token tells; positions that are given keep to their tokens."""
+    model = make_model("modern")
+    tokens = make_inputs("modern", batch=2)["input_ids"]
+    tokens[0, 6:] = 0
+    mask = (tokens != 0).long()
+    settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    expected = model.generate(tokens, attention_mask=mask, **settings)
+    torch.testing.assert_close(model.generate(tokens, **settings), expected)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    given = model.generate(tokens, attention_mask=mask, position_ids=positions, **settings)
+    torch.testing.assert_close(given, expected)
+
+
+def test_a_static_cache_may_have_more_slots_than_the_source():
+    model = make_model("translation")
+    inputs = make_inputs("translation", padding_side="right")
+    cache = EncoderDecoderCache(
+        StaticCache(config=model.config, max_cache_len=20), StaticCache(config=model.config, max_cache_len=13)
+    )
+    got = cached_logits(model, inputs, cache, [3, 1, 1, 1, 1, 1])
+    torch.testing.assert_close(got, full_logits(model, inputs), **CLOSE)
+
+
+def test_a_static_cache_may_be_used_again():
+    model = make_model("modern")
+    cache = new_cache(model, "static", 16)
+    for seed in (1, 2):
+        inputs = make_inputs("modern", seed=seed, padding_side="left")
+        got = cached_logits(model, inputs, cache, [4, 1, 4])
+        assert_equal_where_valid(got, full_logits(model, inputs), inputs["attention_mask"])
+        cache.reset()
+
+
 def test_a_mask_of_the_wrong_length_is_refused():
     model = make_model("modern")
     inputs = make_inputs("modern")

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from cases import DEVICE
-from model_cases import KINDS, make_inputs, make_labels, make_model, values_checked
+from model_cases import KINDS, SMALL, make_inputs, make_labels, make_model, values_checked
 from safetensors.torch import save_file
 from transformers import (
     AutoModel,
@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import mgk
-from mgk.models import MGKConfig, MGKForCausalLM, MGKForSequenceClassification, MGKModel
+from mgk.models import MGKConfig, MGKForCausalLM, MGKForSeq2SeqLM, MGKForSequenceClassification, MGKModel
 from mgk.nn import PRESETS
 
 CLOSE = {"rtol": 1e-8, "atol": 1e-8}
@@ -97,7 +97,7 @@ def test_implementations_agree(kind, attention):
 
 def test_unknown_implementations_are_refused():
     model = make_model("modern")
-    with pytest.raises(ValueError, match='"flex"` is not supported: it must be one of eager, sdpa'):
+    with pytest.raises(ValueError, match='"flex"` is not supported: use'):
         model.set_attn_implementation("flex")
     with pytest.raises(ValueError, match="attn_implementation='triton' is not part of this version"):
         MGKModel._from_config(MGKConfig(hidden_size=32), attn_implementation="triton")
@@ -296,6 +296,8 @@ def test_resizing_the_vocabulary():
     assert run(model, make_inputs("modern")).shape[-1] == 70
     with pytest.raises(ValueError, match="adaptive softmax end at vocab_size=61, which cannot become 70"):
         make_model("wikitext").resize_token_embeddings(70)
+    with pytest.raises(ValueError, match="which cannot become 64"):
+        make_model("wikitext").resize_token_embeddings(pad_to_multiple_of=64)
 
 
 @every_preset
@@ -305,9 +307,10 @@ def test_packed_sequences_do_not_see_each_other(attention):
     tokens = make_inputs("modern", batch=1, tokens=12)["input_ids"]
     lengths = (5, 4, 3)
     positions = torch.cat([torch.arange(n, device=DEVICE) for n in lengths])[None]
-    packed = run(model, {"input_ids": tokens, "position_ids": positions, "use_cache": False})
     alone = torch.cat([run(model, {"input_ids": part}) for part in tokens.split(lengths, dim=1)], dim=1)
-    torch.testing.assert_close(packed, alone, **CLOSE)
+    for use_cache in (False, True):
+        packed = run(model, {"input_ids": tokens, "position_ids": positions, "use_cache": use_cache})
+        torch.testing.assert_close(packed, alone, **CLOSE)
 
 
 def test_masks_of_pairs():
@@ -319,6 +322,47 @@ def test_masks_of_pairs():
     torch.testing.assert_close(run(model, {"input_ids": tokens, "attention_mask": pairs}), expected, **CLOSE)
     added = torch.zeros(3, 1, 9, 9, device=DEVICE).masked_fill(~pairs, -torch.inf)
     torch.testing.assert_close(run(model, {"input_ids": tokens, "attention_mask": added}), expected, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(3, 1, 9, 9).tril().long(), "an attention_mask of pairs must be bool or float, got torch.int64"),
+        (torch.ones(3, 1, 9, 9).tril(), "must hold 0 to attend and -inf not to, got 0 to 1"),
+        (torch.full((3, 1, 9, 9), -0.5), "must hold 0 to attend and -inf not to, got -0.5 to -0.5"),
+        (torch.ones(3, 1, 9, 7).bool(), r"must have shape \[B, 1 or H, 9, 9\], got \[3, 1, 9, 7\]"),
+        (torch.full((3, 9), 2), "must hold 1 for tokens and 0 for padding, got 2 to 2"),
+        (torch.zeros(3, 9).fill_diagonal_(-torch.inf), "must hold 1 for tokens and 0 for padding, got -inf to 0"),
+    ],
+    ids=["int pairs", "float pairs of ones", "a bias", "narrow", "twos", "additive"],
+)
+def test_masks_that_could_be_misread_are_refused(mask, message):
+    model = make_model("modern")
+    with values_checked(), pytest.raises((ValueError, TypeError), match=message):
+        model(make_inputs("modern")["input_ids"], attention_mask=mask.to(DEVICE))
+
+
+@every_kind
+def test_traced_models_keep_their_mask(kind):
+    """An example mask of ones must not become "no mask"."""
+    model = make_model(kind).float()
+    model.config.use_cache = False
+    inputs = make_inputs(kind)
+    names = list(inputs)
+
+    class Traceable(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, *tensors):
+            return self.model(**dict(zip(names, tensors, strict=True))).logits
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(Traceable(), tuple(inputs.values()), check_trace=False)
+    padded = make_inputs(kind, seed=2, padding_side="right")
+    torch.testing.assert_close(traced(*padded.values()), run(model, padded), rtol=1e-4, atol=1e-4)
 
 
 def test_classifier_takes_the_mean_over_valid_tokens():
@@ -378,6 +422,10 @@ def test_all_labels_ignored(kind):
         loss = model(**inputs, labels=labels).loss
     loss.backward()
     assert loss == 0
+    if kind not in ("classifier", "matcher"):
+        # As `Trainer` passes it.
+        with values_checked(), pytest.warns(UserWarning, match="all labels are ignored"):
+            assert model(**inputs, labels=labels, num_items_in_batch=torch.tensor(0)).loss == 0
     assert all((p.grad == 0).all() for p in model.parameters() if p.grad is not None)
 
 
@@ -401,11 +449,83 @@ def test_tokens_and_labels_outside_their_range(kind, wrong):
         model(**inputs, labels=labels)
 
 
+def test_constructors_leave_the_configuration_alone():
+    config = MGKConfig(**SMALL)
+    before = config.to_dict()
+    MGKForCausalLM(config)
+    MGKForSeq2SeqLM(config)
+    assert not MGKForSequenceClassification(config).model.is_causal
+    assert config.to_dict() == before
+    with pytest.raises(ValueError, match="MGKForCausalLM needs is_encoder_decoder=False, got True"):
+        MGKForCausalLM(MGKConfig(**SMALL, is_encoder_decoder=True))
+
+
+def test_an_untied_table_of_the_source_survives_a_resize(tmp_path):
+    model = make_model("translation", source_vocab_size=None, tie_word_embeddings=False)
+    inputs = make_inputs("translation")
+    expected = run(model, inputs)
+    model.resize_token_embeddings(70)
+    torch.testing.assert_close(run(model, inputs)[..., :61], expected)
+    model.save_pretrained(tmp_path)
+    loaded = MGKForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float64).to(DEVICE)
+    torch.testing.assert_close(run(loaded, inputs)[..., :61], expected)
+
+
+def test_empty_sequences():
+    classifier, writer = make_model("classifier"), make_model("modern")
+    nothing = torch.zeros(2, 0, dtype=torch.long, device=DEVICE)
+    assert run(classifier, {"input_ids": nothing}).isfinite().all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert writer(nothing, labels=nothing).loss == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            {"input_ids": torch.zeros(4, dtype=torch.long)},
+            r"input_ids must be integers of shape \[B, N\], got torch.int64",
+        ),
+        ({"input_ids": torch.zeros(2, 4)}, "input_ids must be integers of shape .*, got torch.float32"),
+        ({"inputs_embeds": torch.zeros(2, 4, 31)}, "inputs_embeds must have width hidden_size=32, got 31"),
+        (
+            {"input_ids": torch.zeros(2, 4, dtype=torch.long), "position_ids": torch.arange(3)[None]},
+            r"position_ids must have shape \[2, 4\], got \[1, 3\]",
+        ),
+        (
+            {"input_ids": torch.zeros(2, 4, dtype=torch.long), "past_key_values": ((1, 2), (3, 4))},
+            "past_key_values must be a cache of transformers, such as DynamicCache, got tuple",
+        ),
+        (
+            {"input_ids": torch.zeros(2, 4, dtype=torch.long), "labels": torch.zeros(2, 3, dtype=torch.long)},
+            r"labels must have shape \[2, 4\], got \[2, 3\]",
+        ),
+    ],
+    ids=["1-D", "floats", "width", "positions", "tuple", "labels"],
+)
+def test_wrong_shapes_are_named(wrong, message):
+    model = make_model("modern", dtype=torch.float32)
+    wrong = {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in wrong.items()}
+    with pytest.raises((ValueError, TypeError), match=message):
+        model(**wrong)
+
+
+def test_a_decoder_without_inputs_says_so():
+    model = make_model("translation")
+    with pytest.raises(
+        ValueError, match="one of decoder_input_ids and decoder_inputs_embeds must be given, got neither"
+    ):
+        model(make_inputs("translation")["input_ids"])
+
+
 def test_other_problems_of_the_classifier():
     model = make_model("classifier", num_labels=1)
     targets = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64, device=DEVICE)
     out = model(**make_inputs("classifier"), labels=targets)
     torch.testing.assert_close(out.loss, (out.logits[:, 0] - targets).square().mean())
+    column = model(**make_inputs("classifier"), labels=targets[:, None], num_items_in_batch=6)
+    torch.testing.assert_close(column.loss, out.loss / 2)
     model = make_model("classifier", num_labels=3)
     targets = torch.eye(3, dtype=torch.float64, device=DEVICE)
     out = model(**make_inputs("classifier"), labels=targets)
@@ -461,6 +581,21 @@ def test_lora(kind, tmp_path):
     fresh = peft.PeftModel.from_pretrained(make_model(kind, "mgk"), tmp_path).to(DEVICE)
     torch.testing.assert_close(run(fresh, inputs), tuned, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(run(adapted.merge_and_unload(), inputs), tuned, **CLOSE)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["wikitext", "modern"])
+@pytest.mark.parametrize(
+    "wrapped", [{"modules_to_save": ["lm_head"]}, {"modules_to_save": ["embed_tokens", "lm_head"]}]
+)
+def test_lora_that_learns_the_head_too(kind, wrapped):
+    peft = pytest.importorskip("peft")
+    inputs = make_inputs(kind)
+    expected = make_model(kind)(**inputs, labels=inputs["input_ids"]).loss
+    adapted = peft.get_peft_model(make_model(kind), peft.LoraConfig(target_modules=["q_proj"], **wrapped))
+    loss = adapted(**inputs, labels=inputs["input_ids"]).loss
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
 
 
 @every_kind

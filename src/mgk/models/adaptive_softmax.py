@@ -34,14 +34,16 @@ class AdaptiveSoftmax(nn.Module):
         self.cluster_bias = nn.Parameter(torch.empty(len(cutoffs)))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
-        nn.init.normal_(self.cluster_weight, std=0.02)
+    def reset_parameters(self, std: float = 0.02) -> None:
+        nn.init.normal_(self.weight, std=std)
+        nn.init.normal_(self.cluster_weight, std=std)
         nn.init.zeros_(self.bias)
         nn.init.zeros_(self.cluster_bias)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Log-probabilities of all tokens, ``[..., d]`` to ``[..., V]``, in fp32 or better."""
+    def forward(self, hidden: Tensor, target: Tensor | None = None) -> Tensor:
+        """Log-probabilities of all tokens, ``[..., d]`` to ``[..., V]``, in fp32 or better. With targets, the loss."""
+        if target is not None:
+            return self.loss(hidden, target)
         head = self._head(hidden)
         first = self.cutoffs[0]
         parts = [head[..., :first]]

@@ -66,7 +66,7 @@ class MGKAttention(MixtureAttention):
             ``[B, Nq, hidden_size]`` and the weights ``[B, H, Nq, Nk]``, or ``None``.
         """
         # Read at every call: `model.set_attn_implementation` may change it.
-        self.backend = BACKENDS.get(self.config._attn_implementation, "auto")
+        self.backend = BACKENDS[self.config._attn_implementation or "sdpa"]
         query = self.project_query(hidden_states)
         if rotation is not None:
             query = rotation(query)
@@ -81,7 +81,7 @@ class MGKAttention(MixtureAttention):
                 # A static cache gives all its slots.
                 keys, value = keys[:, :, : visibility.length], value[:, :, : visibility.length]
         return self.attend(
-            query, self._unpack(keys), value, shift=None if self.qk_norm else self.keys.shift,
+            query, self._unpack(keys), value, shift=self.keys.shift if self._adds_shifts_late else None,
             key_mask=visibility.key_mask, query_mask=visibility.query_mask, attn_mask=visibility.attn_mask,
             is_causal=visibility.is_causal, is_self_attention=not self.is_cross, need_weights=output_attentions,
         )  # fmt: skip
@@ -96,25 +96,28 @@ class MGKAttention(MixtureAttention):
 
     def _context_keys(self, context: Tensor | None, cache: Cache | None) -> tuple[Tensor, Tensor]:
         """The encoder's keys and values: projected once, then kept."""
+        # A static cache may have more slots than the source has tokens.
+        length = None if context is None else context.shape[1]
         if isinstance(cache, EncoderDecoderCache):
             memory = cache.cross_attention_cache
             if cache.is_updated.get(self.layer_idx):
                 layer = memory.layers[self.layer_idx]
-                return layer.keys, layer.values
+                return layer.keys[:, :, :length], layer.values[:, :, :length]
         if context is None:
             raise ValueError("cross-attention needs encoder_hidden_states, got None and no cache that holds them")
         keys, value = self._new_keys(context, None)
         if isinstance(cache, EncoderDecoderCache):
             keys, value = memory.update(keys, value, self.layer_idx)
             cache.is_updated[self.layer_idx] = True
-        return keys, value
+        return keys[:, :, :length], value[:, :, :length]
 
     def _unpack(self, packed: Tensor) -> Tensor:
         """``[B, Hkv, N, M * D]`` to ``[B, Hkv, M, N, D]``; one key per token stays as it is."""
-        if packed.shape[-1] == self.head_dim:
+        if self._adds_shifts_late:
             return packed
-        return packed.unflatten(-1, (-1, self.head_dim)).transpose(2, 3)
+        return packed.unflatten(-1, (self.num_components, self.head_dim)).transpose(2, 3)
 
     @property
-    def qk_norm(self) -> bool:
-        return self.k_norm is not None
+    def _adds_shifts_late(self) -> bool:
+        """Whether a token has one key here, to which the attention adds the shifts."""
+        return self.keys.shift is not None and self.k_norm is None

@@ -1,5 +1,6 @@
 """The language model."""
 
+import copy
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -28,7 +29,11 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: MGKConfig) -> None:
-        config.is_decoder = True
+        if config.is_encoder_decoder:
+            raise ValueError("MGKForCausalLM needs is_encoder_decoder=False, got True: use MGKForSeq2SeqLM")
+        if not config.is_decoder:
+            config = copy.deepcopy(config)
+            config.is_decoder = True
         super().__init__(config)
         self.model = MGKModel(config)
         self.lm_head: nn.Linear | AdaptiveSoftmax
@@ -38,32 +43,48 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
             self.lm_head = AdaptiveSoftmax(config.hidden_size, config.vocab_size, config.adaptive_cutoffs)
         self.post_init()
 
-    def get_output_embeddings(self) -> nn.Linear | None:
+    def get_output_embeddings(self) -> nn.Module | None:
         """The output layer, if it is one matrix."""
-        return self.lm_head if isinstance(self.lm_head, nn.Linear) else None
+        return None if self._is_adaptive else self.lm_head
 
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
+    @property
+    def _is_adaptive(self) -> bool:
+        """Asked of the configuration: PEFT may have wrapped the head itself."""
+        return self.config.adaptive_cutoffs is not None
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **kwargs: Any
+    ) -> nn.Embedding:
         """Give the vocabulary another size."""
-        if new_num_tokens not in (None, self.config.vocab_size) and isinstance(self.lm_head, AdaptiveSoftmax):
-            raise ValueError(
-                f"the clusters of an adaptive softmax end at vocab_size={self.config.vocab_size}, "
-                f"which cannot become {new_num_tokens}"
-            )
-        return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+        if self._is_adaptive:
+            size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
+            size = size if pad_to_multiple_of is None else -(-size // pad_to_multiple_of) * pad_to_multiple_of
+            if size != self.config.vocab_size:
+                raise ValueError(
+                    f"the clusters of an adaptive softmax end at vocab_size={self.config.vocab_size}, "
+                    f"which cannot become {size}"
+                )
+        return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, **kwargs)
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """Continue prompts, as in transformers; padding may stand on either side of a prompt, or inside it.
 
-        New tokens follow the last token of a prompt, never its padding. The prompts come back as they were given.
+        New tokens follow the last token of a prompt, never its padding. The prompts come back as they were given. (What
+        ``output_attentions`` shows has the padding first.) Without a mask, tokens that equal the padding token are
+        padding, as everywhere in transformers.
         """
         prompts = kwargs.pop("input_ids", None) if inputs is None else inputs
         mask, embeds = kwargs.get("attention_mask"), kwargs.get("inputs_embeds")
+        if mask is None and prompts is not None and kwargs.get("past_key_values") is None:
+            mask = self._mask_of_padding(prompts, kwargs)
         given = embeds if prompts is None else prompts
         if given is None or mask is None or mask.shape != given.shape[:2]:
             return super().generate(prompts, *args, **kwargs)
         # Padding first, tokens in their order after it.
         order = mask.bool().long().argsort(dim=1, stable=True)
         kwargs["attention_mask"] = mask.gather(1, order)
+        if (positions := kwargs.get("position_ids")) is not None and positions.shape == mask.shape:
+            kwargs["position_ids"] = positions.gather(1, order)
         if embeds is not None and embeds.shape[:2] == mask.shape:
             kwargs["inputs_embeds"] = embeds.gather(1, order[..., None].expand_as(embeds))
         if prompts is None:
@@ -73,6 +94,15 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         copies = sequences.shape[0] // prompts.shape[0]
         sequences[:, : prompts.shape[1]] = prompts.repeat_interleave(copies, dim=0)
         return out
+
+    def _mask_of_padding(self, prompts: Tensor, settings: dict[str, Any]) -> Tensor | None:
+        """``None`` where no token means padding, or where the end of a text has the same token."""
+        generation = settings.get("generation_config") or self.generation_config
+        pad = settings.get("pad_token_id", generation.pad_token_id)
+        end = settings.get("eos_token_id", generation.eos_token_id)
+        if pad is None or pad in (end if isinstance(end, list) else [end]):
+            return None
+        return (prompts != pad).long()
 
     @can_return_tuple
     def forward(
@@ -116,7 +146,7 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden_states = outputs.last_hidden_state[:, kept]
         logits, loss = None, None
-        if isinstance(self.lm_head, nn.Linear) or targets is None:
+        if targets is None or not self._is_adaptive:
             logits = self.lm_head(hidden_states)
         if targets is not None:
             loss = self._loss(hidden_states, logits, targets[:, kept], num_items_in_batch)
@@ -133,8 +163,7 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
     ) -> Tensor:
         if logits is not None:
             return cross_entropy(logits, targets, num_items)
-        assert isinstance(self.lm_head, AdaptiveSoftmax)
         check_labels(targets, self.config.vocab_size)
         counted = targets.flatten() != IGNORED
-        losses = self.lm_head.loss(hidden_states.flatten(0, 1), targets.flatten().masked_fill(~counted, 0))
+        losses = self.lm_head(hidden_states.flatten(0, 1), targets.flatten().long().masked_fill(~counted, 0))
         return mean_loss(torch.where(counted, losses, 0.0).sum(), targets, num_items)

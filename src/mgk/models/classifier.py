@@ -9,7 +9,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
 from mgk.models.configuration import MGKConfig
-from mgk.models.loss import cross_entropy
+from mgk.models.loss import cross_entropy, mean_loss
 from mgk.models.model import MGKModel
 from mgk.models.pretrained import ForwardOptions, MGKPreTrainedModel
 
@@ -20,7 +20,7 @@ def mean_over_tokens(hidden_states: Tensor, attention_mask: Tensor | None) -> Te
     Summed in fp32: a few thousand tokens overflow fp16.
     """
     if attention_mask is None:
-        return hidden_states.mean(dim=1)
+        attention_mask = torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device)
     if attention_mask.ndim != 2:
         raise ValueError(f"attention_mask must have shape [B, N] to take a mean, got {list(attention_mask.shape)}")
     valid = attention_mask.bool()[..., None]
@@ -52,11 +52,13 @@ def classification_loss(config: MGKConfig, logits: Tensor, labels: Tensor, num_i
             problem = "single_label_classification"
         else:
             problem = "multi_label_classification"
-    if problem == "regression":
-        return F.mse_loss(logits.squeeze(-1) if config.num_labels == 1 else logits, labels.to(logits.dtype))
-    if problem == "multi_label_classification":
-        return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
-    return cross_entropy(logits, labels.flatten(), num_items)
+    if problem == "single_label_classification":
+        return cross_entropy(logits, labels.flatten(), num_items)
+    if labels.numel() != logits.numel():
+        raise ValueError(f"labels must have shape {list(logits.shape)} for {problem}, got {list(labels.shape)}")
+    labels = labels.to(logits.dtype).view_as(logits)
+    loss = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
+    return mean_loss(loss(logits, labels, reduction="sum"), labels, num_items)
 
 
 class MGKForSequenceClassification(MGKPreTrainedModel):

@@ -2,13 +2,15 @@
 
 # No postponed annotations here: transformers checks every value against the type of its field.
 import difflib
+import functools
 import math
 from dataclasses import fields
 from typing import Any, ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from mgk.nn.presets import LINEAR_PRESETS, PRESETS
 
@@ -23,13 +25,21 @@ KEYS_OF_TRANSFORMERS = {
     "transformers_weights", "use_bfloat16",
 }  # fmt: skip
 
+# What the same things are called elsewhere, `mgk.nn` included.
+OTHER_NAMES = {
+    "d_model": "hidden_size", "embed_dim": "hidden_size", "ffn_dim": "intermediate_size",
+    "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+    "num_layers": "num_hidden_layers", "num_classes": "num_labels",
+}  # fmt: skip
+
 
 @strict
 class MGKConfig(PreTrainedConfig):
     """What a model is made of. :func:`mgk.models.architecture` has the paper's models by name.
 
     One class serves every model; what a model has no use for is ignored by it (a classifier has no
-    ``adaptive_cutoffs``). Keys that nobody knows are refused, a misspelt one with the nearest name.
+    ``adaptive_cutoffs``). Keys that nobody knows are refused, a misspelt one with the nearest name; settings of
+    generation pass, and are dropped, as in every configuration of transformers.
     """
 
     model_type = "mgk"
@@ -42,7 +52,8 @@ class MGKConfig(PreTrainedConfig):
     }
 
     attention: str = "smgk"
-    """The attention of every layer, one of :data:`mgk.nn.PRESETS`."""
+    """The attention of every layer, one of :data:`mgk.nn.PRESETS`. The priors of ``mgk-em`` and ``smgk-em`` change only
+    when :func:`mgk.update_priors` is called, after each optimiser step."""
     num_components: int | None = None
     """Keys per position; ``None`` is what the preset says."""
     qk_norm: bool = False
@@ -59,7 +70,8 @@ class MGKConfig(PreTrainedConfig):
     vocab_size: int = 32000
     """Tokens of the vocabulary; of the target's in translation."""
     source_vocab_size: int | None = None
-    """Tokens of the source's own vocabulary in translation; ``None``: source and target share one."""
+    """Tokens of the source's own vocabulary in translation; ``None``: source and target share one, and with
+    ``tie_word_embeddings`` also its table."""
     hidden_size: int = 256
     """Width of the residual stream."""
     num_hidden_layers: int = 4
@@ -126,6 +138,8 @@ class MGKConfig(PreTrainedConfig):
     decoder_start_token_id: int | None = None
     tokenizer_sha256: str | None = None
     """Fingerprint of the tokenizer the weights belong to: :func:`mgk.models.fingerprint`."""
+    source_tokenizer_sha256: str | None = None
+    """The same of the source's tokenizer, where it has its own vocabulary."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._refuse_unknown(kwargs)
@@ -148,18 +162,28 @@ class MGKConfig(PreTrainedConfig):
 
     def _refuse_unknown(self, keys: dict[str, Any]) -> None:
         """Refuse a key that is close to one of ours, and any other that transformers cannot have written."""
-        base = KEYS_OF_TRANSFORMERS | self.attribute_map.keys() | vars(PreTrainedConfig()).keys()
-        own = {field.name for field in fields(self)} | {"num_labels"}
         # A file names the version that wrote it, which may know keys that we do not: unlikely ones to be nearly ours.
         from_file = self.transformers_version is not None
-        for key in sorted(keys):
-            if key in base or key.startswith("_") or _is_generation_setting(key):
-                continue
-            nearest = difflib.get_close_matches(key, own, n=1, cutoff=0.85 if from_file else 0.6)
-            if nearest:
-                raise ValueError(f"MGKConfig has no key {key!r}: did you mean {nearest[0]!r}?")
-            if not from_file:
+        own = {field.name for field in fields(self)} | {"num_labels"}
+        for key in sorted(keys.keys() - self.attribute_map.keys() - _keys_of_transformers()):
+            nearest = _nearest(key, own, cutoff=0.85 if from_file else 0.75)
+            if nearest is not None and not key.startswith("_"):
+                raise ValueError(f"MGKConfig has no key {key!r}: did you mean {nearest!r}?")
+            if not from_file and not key.startswith("_"):
                 raise ValueError(f"MGKConfig has no key {key!r}: see the fields of mgk.models.MGKConfig")
+        if isinstance(keys.get("num_labels"), bool):
+            raise ValueError(f"num_labels must be a number, got {keys['num_labels']}")
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers, but a misspelt change is refused instead of dropped."""
+        if not kwargs.get("return_unused_kwargs"):
+            own = {field.name for field in fields(cls)}
+            for key in sorted(kwargs.keys() - own - cls.attribute_map.keys() - _keys_of_transformers()):
+                nearest = _nearest(key, own, cutoff=0.75)
+                if nearest is not None:
+                    raise ValueError(f"MGKConfig has no key {key!r}: did you mean {nearest!r}?")
+        return super().from_dict(config_dict, **kwargs)
 
     def validate_architecture(self) -> None:
         """Called by transformers after construction."""
@@ -182,6 +206,8 @@ class MGKConfig(PreTrainedConfig):
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
+        if self.num_labels is not None and self.num_labels < 1:
+            raise ValueError(f"num_labels must be at least 1, got {self.num_labels}")
         assert self.num_key_value_heads is not None
         assert self.head_dim is not None
         if self.num_attention_heads % self.num_key_value_heads != 0:
@@ -195,8 +221,15 @@ class MGKConfig(PreTrainedConfig):
         for name in ("norm_eps", "initializer_range", "shift_init_std"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
-        if self.positions == "rotary" and self.head_dim % 2 != 0:
-            raise ValueError(f"positions='rotary' needs an even head_dim, got {self.head_dim}")
+        if self.positions == "rotary":
+            if self.head_dim % 2 != 0:
+                raise ValueError(f"positions='rotary' needs an even head_dim, got {self.head_dim}")
+            rope = self.rope_parameters or {}
+            kinds = ("default", *ROPE_INIT_FUNCTIONS)
+            if rope.get("rope_type", "default") not in kinds:
+                raise ValueError(f"rope_type must be one of {', '.join(kinds)}, got {rope['rope_type']!r}")
+            if rope.get("partial_rotary_factor", 1.0) != 1.0:
+                raise ValueError(f"partial_rotary_factor must be 1, got {rope['partial_rotary_factor']}")
         if self.positions == "sinusoidal" and self.hidden_size % 2 != 0:
             raise ValueError(f"positions='sinusoidal' needs an even hidden_size, got {self.hidden_size}")
         cutoffs = self.adaptive_cutoffs
@@ -208,8 +241,14 @@ class MGKConfig(PreTrainedConfig):
             )
 
 
-def _is_generation_setting(key: str) -> bool:
-    """Settings of generation that transformers drops from a model's configuration."""
-    from transformers import GenerationConfig
+def _nearest(key: str, names: set[str], cutoff: float) -> str | None:
+    """The name that was probably meant."""
+    if key in OTHER_NAMES:
+        return OTHER_NAMES[key]
+    return next(iter(difflib.get_close_matches(key, names, n=1, cutoff=cutoff)), None)
 
-    return hasattr(GenerationConfig(), key)
+
+@functools.cache
+def _keys_of_transformers() -> frozenset[str]:
+    """What any configuration may hold, and the settings of generation, which are dropped from it."""
+    return frozenset(KEYS_OF_TRANSFORMERS | vars(PreTrainedConfig()).keys() | vars(GenerationConfig()).keys())

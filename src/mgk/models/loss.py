@@ -25,10 +25,12 @@ def cross_entropy(logits: Tensor, labels: Tensor, num_items: int | Tensor | None
     Returns:
         A scalar. Without any label to predict it is 0, with a warning, and so is its gradient.
     """
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(f"labels must have shape {list(logits.shape[:-1])}, got {list(labels.shape)}")
     check_labels(labels, logits.shape[-1])
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    total = F.cross_entropy(logits.to(dtype).flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-    return mean_loss(total, labels, num_items)
+    logits, targets = logits.to(dtype).flatten(0, -2), labels.flatten().long()
+    return mean_loss(F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum"), labels, num_items)
 
 
 def mean_loss(total: Tensor, labels: Tensor, num_items: int | Tensor | None) -> Tensor:
@@ -37,8 +39,8 @@ def mean_loss(total: Tensor, labels: Tensor, num_items: int | Tensor | None) -> 
     if may_inspect_values(count) and int(count) == 0:
         warnings.warn("all labels are ignored: the loss is 0", stacklevel=3)
     if num_items is None:
-        return total / count.clamp(min=1)
-    return total / (num_items.to(total.device) if isinstance(num_items, Tensor) else num_items)
+        num_items = count
+    return total / (num_items.to(total.device).clamp(min=1) if isinstance(num_items, Tensor) else max(num_items, 1))
 
 
 def check_labels(labels: Tensor, num_classes: int) -> None:
@@ -51,4 +53,4 @@ def check_labels(labels: Tensor, num_classes: int) -> None:
 
 def shifted_labels(labels: Tensor) -> Tensor:
     """The token after each: position i predicts label i + 1, and the last one nothing."""
-    return F.pad(labels[..., 1:], (0, 1), value=IGNORED)
+    return F.pad(labels, (0, 1), value=IGNORED)[..., 1:]

@@ -42,7 +42,8 @@ class MGKForSequencePairClassification(MGKPreTrainedModel):
         ``inputs_embeds``. States and attentions in the output are those of the first; ``model.model`` has the other's.
         """
         if (pair_input_ids is None) == (pair_inputs_embeds is None):
-            raise ValueError("exactly one of pair_input_ids and pair_inputs_embeds must be given, got both or neither")
+            got = "neither" if pair_input_ids is None else "both"
+            raise ValueError(f"exactly one of pair_input_ids and pair_inputs_embeds must be given, got {got}")
         options = {**kwargs, "use_cache": False}
         first = self.model(input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **options)
         second = self.model(

@@ -21,7 +21,7 @@ from mgk.models.visibility import Visibility, padding_mask, past_length, self_vi
 class MGKModel(MGKPreTrainedModel):
     """Token embeddings, positions and layers, without a head.
 
-    Bidirectional, or causal with ``config.is_decoder``.
+    Bidirectional, or causal with ``config.is_decoder``, which the configuration of a language model has.
 
     Args:
         config: what it is made of.
@@ -30,6 +30,9 @@ class MGKModel(MGKPreTrainedModel):
         num_layers: instead of ``config.num_hidden_layers``.
         vocab_size: instead of ``config.vocab_size``.
     """
+
+    input_prefix = ""
+    """What stands before the names of the inputs in messages."""
 
     def __init__(
         self,
@@ -87,12 +90,23 @@ class MGKModel(MGKPreTrainedModel):
             output_hidden_states: whether to return the states between layers.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("exactly one of input_ids and inputs_embeds must be given, got both or neither")
+            names = f"{self.input_prefix}input_ids and {self.input_prefix}inputs_embeds"
+            got = "neither" if input_ids is None else "both"
+            raise ValueError(f"exactly one of {names} must be given, got {got}")
         if inputs_embeds is None:
             assert input_ids is not None
-            check_token_ids("input_ids", input_ids, self.embed_tokens.num_embeddings)
+            check_token_ids(f"{self.input_prefix}input_ids", input_ids, self.embed_tokens.weight.shape[0])
             inputs_embeds = self.embed_tokens(input_ids)
-        batch_size, num_queries = inputs_embeds.shape[:2]
+        batch_size, num_queries, width = inputs_embeds.shape
+        if width != self.config.hidden_size:
+            raise ValueError(f"inputs_embeds must have width hidden_size={self.config.hidden_size}, got {width}")
+        if past_key_values is not None and not isinstance(past_key_values, Cache):
+            kind = type(past_key_values).__name__
+            raise TypeError(f"past_key_values must be a cache of transformers, such as DynamicCache, got {kind}")
+        if position_ids is not None and position_ids.shape not in ((batch_size, num_queries), (1, num_queries)):
+            raise ValueError(
+                f"position_ids must have shape {[batch_size, num_queries]}, got {list(position_ids.shape)}"
+            )
         if output_attentions is None:
             output_attentions = bool(self.config.output_attentions)
         if not self.is_causal:
@@ -113,7 +127,11 @@ class MGKModel(MGKPreTrainedModel):
         rotation = None
         if self.rotary_emb is not None:
             rotation = Rotation(*self.rotary_emb(hidden_states, position_ids))
-        context_visibility = Visibility(key_mask=padding_mask(encoder_attention_mask))
+        context_visibility = None
+        if self.has_cross_attention:
+            shape = (batch_size, -1 if encoder_hidden_states is None else encoder_hidden_states.shape[1])
+            mask = padding_mask("encoder_attention_mask", encoder_attention_mask, shape)
+            context_visibility = Visibility(key_mask=mask)
 
         for layer in self.layers:
             hidden_states = layer(

@@ -50,6 +50,8 @@ class MGKPreTrainedModel(PreTrainedModel):
     _can_record_outputs: ClassVar[dict[str, Any]] = {"hidden_states": MGKLayer, "attentions": MGKAttention}
 
     def __init__(self, config: MGKConfig, *args: Any, **kwargs: Any) -> None:
+        # Again: fields may have been changed since, by hand or by `from_pretrained(..., dropout=7.0)`.
+        config.validate()
         super().__init__(config, *args, **kwargs)
         if PRESETS[config.attention].prior == "em":
             # A running mean kept in half precision stops moving.
@@ -88,8 +90,7 @@ class MGKPreTrainedModel(PreTrainedModel):
             raise ValueError("attn_implementation='triton' is not part of this version: use 'sdpa' or 'eager'")
         if requested_attention not in BACKENDS:
             raise ValueError(
-                f'Specified `attn_implementation="{requested_attention}"` is not supported: '
-                f"it must be one of {', '.join(BACKENDS)}"
+                f"Specified `attn_implementation=\"{requested_attention}\"` is not supported: use 'sdpa' or 'eager'"
             )
         return requested_attention
 
@@ -112,10 +113,7 @@ class MGKPreTrainedModel(PreTrainedModel):
             xavier = self.config.initialization == "xavier"
             init.normal_(module.weight, std=self.config.hidden_size**-0.5 if xavier else std)
         elif isinstance(module, AdaptiveSoftmax):
-            init.normal_(module.weight, std=std)
-            init.normal_(module.cluster_weight, std=std)
-            init.zeros_(module.bias)
-            init.zeros_(module.cluster_bias)
+            module.reset_parameters(std)
         elif isinstance(module, ShiftedKeys):
             init.normal_(module.shift, std=module.init_std)
         elif isinstance(module, LearnedPrior):
@@ -154,7 +152,11 @@ def _align(model: nn.Module) -> None:
 
 
 def check_token_ids(name: str, token_ids: Tensor, vocab_size: int) -> None:
-    """On a GPU a token outside the vocabulary would be a device assertion far from here."""
+    """Shape and dtype; and values, which on a GPU would be a device assertion far from here."""
+    if token_ids.ndim != 2 or token_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"{name} must be integers of shape [B, N], got {token_ids.dtype} of shape {list(token_ids.shape)}"
+        )
     if may_inspect_values(token_ids) and token_ids.numel() > 0:
         lowest, highest = int(token_ids.min()), int(token_ids.max())
         if lowest < 0 or highest >= vocab_size:

@@ -1,5 +1,6 @@
 """Translation: an encoder and a decoder, mixture attention in both and between them."""
 
+import copy
 from typing import Any, ClassVar, Unpack
 
 import torch.nn.functional as F
@@ -28,15 +29,21 @@ class MGKDecoder(MGKModel):
         "cross_attentions": OutputRecorder(MGKAttention, index=1, layer_name="cross_attn"),
     }
 
+    input_prefix = "decoder_"
+
     def __init__(self, config: MGKConfig) -> None:
         super().__init__(config, is_causal=True, has_cross_attention=True, num_layers=config.decoder_layers)
 
 
 class MGKSeq2SeqModel(MGKPreTrainedModel):
-    """Encoder and decoder without a head. Source and target share one table unless the source has its own size."""
+    """Encoder and decoder without a head.
+
+    Source and target share one table of embeddings, unless ``config.source_vocab_size`` gives the source its own or
+    ``config.tie_word_embeddings`` is off.
+    """
 
     def __init__(self, config: MGKConfig) -> None:
-        _become_encoder_decoder(config)
+        config = _as_encoder_decoder(config)
         super().__init__(config)
         self.encoder = MGKModel(config, is_causal=False, vocab_size=config.source_vocab_size)
         self.decoder = MGKDecoder(config)
@@ -49,8 +56,13 @@ class MGKSeq2SeqModel(MGKPreTrainedModel):
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
         self.decoder.embed_tokens = value
-        if self.config.source_vocab_size is None:
+        if self.config.source_vocab_size is None and self.config.tie_word_embeddings:
             self.encoder.embed_tokens = value
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Give the target's vocabulary, and the source's where they share a table, another size."""
+        _keep_source_table(self.config)
+        return super().resize_token_embeddings(*args, **kwargs)
 
     @can_return_tuple
     def forward(
@@ -114,7 +126,7 @@ class MGKForSeq2SeqLM(MGKPreTrainedModel, GenerationMixin):
     """The translation model: encoder, decoder and a softmax over the target's vocabulary, and ``generate``."""
 
     def __init__(self, config: MGKConfig) -> None:
-        _become_encoder_decoder(config)
+        config = _as_encoder_decoder(config)
         super().__init__(config)
         self.model = MGKSeq2SeqModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -122,6 +134,11 @@ class MGKForSeq2SeqLM(MGKPreTrainedModel, GenerationMixin):
         if config.source_vocab_size is None:
             self._tied_weights_keys["model.encoder.embed_tokens.weight"] = "model.decoder.embed_tokens.weight"
         self.post_init()
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Give the target's vocabulary, and the source's where they share a table, another size."""
+        _keep_source_table(self.config)
+        return super().resize_token_embeddings(*args, **kwargs)
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> MGKModel:
         return self.model.encoder
@@ -136,9 +153,8 @@ class MGKForSeq2SeqLM(MGKPreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"labels need decoder_start_token_id and pad_token_id in the configuration, got {start} and {pad}"
             )
-        return F.pad(labels[..., :-1], (1, 0), value=start).masked_fill_(
-            F.pad(labels[..., :-1], (1, 0)) == IGNORED, pad
-        )
+        late = F.pad(labels[..., :-1], (1, 0), value=start)
+        return late.masked_fill(late == IGNORED, pad)
 
     @can_return_tuple
     def forward(
@@ -189,7 +205,17 @@ class MGKForSeq2SeqLM(MGKPreTrainedModel, GenerationMixin):
         )
 
 
-def _become_encoder_decoder(config: MGKConfig) -> None:
+def _as_encoder_decoder(config: MGKConfig) -> MGKConfig:
+    """The configuration itself, or where it was made for another model a copy for this one."""
+    if config.is_encoder_decoder and config.decoder_layers is not None:
+        return config
+    config = copy.deepcopy(config)
     config.is_encoder_decoder = True
-    if config.decoder_layers is None:
-        config.decoder_layers = config.num_hidden_layers
+    config.decoder_layers = config.decoder_layers or config.num_hidden_layers
+    return config
+
+
+def _keep_source_table(config: MGKConfig) -> None:
+    """Before the target's table changes its size: a table of the source that is not tied to it stays as it is."""
+    if config.source_vocab_size is None and not config.tie_word_embeddings:
+        config.source_vocab_size = config.vocab_size

@@ -15,13 +15,17 @@ def fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(vocabulary.encode()).hexdigest()
 
 
-def check_tokenizer(config: MGKConfig, tokenizer: Any) -> None:
-    """Refuse a tokenizer whose tokens the model does not have, or that is another one than it was trained with."""
-    largest = max(config.vocab_size, config.source_vocab_size or 0)
-    if len(tokenizer) > largest:
-        raise ValueError(f"the tokenizer must have at most vocab_size={largest} tokens, got {len(tokenizer)}")
-    if config.tokenizer_sha256 is not None and fingerprint(tokenizer) != config.tokenizer_sha256:
+def check_tokenizer(config: MGKConfig, tokenizer: Any, *, is_source: bool = False) -> None:
+    """Refuse a tokenizer whose tokens the model does not have, or that is another one than it was trained with.
+
+    ``is_source`` for the tokenizer of a source that has its own vocabulary.
+    """
+    name = "source_vocab_size" if is_source else "vocab_size"
+    size, expected = getattr(config, name), config.source_tokenizer_sha256 if is_source else config.tokenizer_sha256
+    if len(tokenizer) > size:
+        raise ValueError(f"the tokenizer must have at most {name}={size} tokens, got {len(tokenizer)}")
+    if expected is not None and fingerprint(tokenizer) != expected:
         raise ValueError(
-            f"the tokenizer must be the one that the model was trained with, whose fingerprint is "
-            f"{config.tokenizer_sha256[:12]}..., got {fingerprint(tokenizer)[:12]}..."
+            f"the tokenizer must be the one that the model was trained with, whose fingerprint is {expected[:12]}..., "
+            f"got {fingerprint(tokenizer)[:12]}..."
         )

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from mgk.ops.validation import may_inspect_values
+from mgk.ops.validation import is_traced, may_inspect_values
+
+# A number to add to logits that is no bias but means "do not attend": the least of fp16, and anything below.
+LARGEST_BIAS = -6e4
 
 
 class Visibility(NamedTuple):
-    """What every self-attention of a forward pass is told. ``Nk`` counts the keys after :attr:`length` has cut them."""
+    """What every attention of a forward pass is told. ``Nk`` counts the keys after :attr:`length` has cut them."""
 
     key_mask: Tensor | None = None
     """bool ``[B, Nk]``, True = attend"""
@@ -22,7 +25,7 @@ class Visibility(NamedTuple):
     """bool ``[B or 1, 1 or H, Nq, Nk]``, True = attend"""
     is_causal: bool = False
     length: int | None = None
-    """Use only so many keys of the cache; ``None``: all."""
+    """How many of the keys that come out of the cache are used, from the first on; ``None``: all."""
 
 
 def past_length(cache: Cache | None) -> int | Tensor:
@@ -30,12 +33,33 @@ def past_length(cache: Cache | None) -> int | Tensor:
     return 0 if cache is None else cache.get_seq_length()
 
 
-def padding_mask(attention_mask: Tensor | None) -> Tensor | None:
+def padding_mask(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
     """A 2-D mask as bool, or ``None`` where it hides nothing and that can be seen without stalling a device."""
-    if attention_mask is None:
+    if mask is None:
         return None
-    mask = attention_mask.bool()
-    return None if may_inspect_values(mask) and bool(mask.all()) else mask
+    if mask.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(mask.shape)}")
+    if not may_inspect_values(mask):
+        return mask.bool()
+    if bool(((mask != 0) & (mask != 1)).any()):
+        raise ValueError(f"{name} must hold 1 for tokens and 0 for padding, got {mask.min():g} to {mask.max():g}")
+    return None if bool(mask.bool().all()) else mask.bool()
+
+
+def pair_mask(mask: Tensor, num_queries: int, num_keys: int) -> Tensor:
+    """A 4-D mask as bool, True = attend."""
+    if mask.shape[2:] != (num_queries, num_keys):
+        expected = f"[B, 1 or H, {num_queries}, {num_keys}]"
+        raise ValueError(f"attention_mask must have shape {expected}, got {list(mask.shape)}")
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        raise TypeError(f"an attention_mask of pairs must be bool or float, got {mask.dtype}")
+    if may_inspect_values(mask) and bool(((mask != 0) & (mask > LARGEST_BIAS)).any()):
+        raise ValueError(
+            f"an attention_mask of floats must hold 0 to attend and -inf not to, got {mask.min():g} to {mask.max():g}"
+        )
+    return mask == 0
 
 
 def self_visibility(
@@ -49,42 +73,38 @@ def self_visibility(
     """What the new tokens may see of the cached ones and of each other.
 
     Args:
-        attention_mask: ``[B, past + Nq]`` with nonzero = token; or a mask of pairs ``[B, 1 or H, Nq, Nk]``, bool with
-            True = attend or float with 0 = attend, which then says everything.
-        position_ids: as given by the caller, ``[B, Nq]``. Without a mask and a cache, positions that start anew mark
-            sequences packed into one row, which do not see each other.
+        attention_mask: ``[B, past + Nq]`` with 1 = token; or a mask of pairs ``[B, 1 or H, Nq, Nk]``, bool with True =
+            attend or float with 0 = attend, which then says everything.
+        position_ids: as given by the caller, ``[B, Nq]``. Without a mask and anything in the cache, positions that
+            start anew mark sequences packed into one row, which do not see each other.
         cache: before it takes the new tokens.
         batch_size: B.
         num_queries: the new tokens, Nq.
         is_causal: whether a token sees only those before it.
     """
     past = past_length(cache)
-    if attention_mask is not None and attention_mask.ndim == 4:
-        pairs = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
-        return Visibility(attn_mask=pairs, length=pairs.shape[-1])
-    if attention_mask is not None and attention_mask.ndim != 2:
+    if attention_mask is not None and attention_mask.ndim not in (2, 4):
         raise ValueError(f"attention_mask must have 2 or 4 axes, got shape {list(attention_mask.shape)}")
-
     if isinstance(past, Tensor):
         assert cache is not None
         return _into_static_cache(attention_mask, cache, past, batch_size, num_queries)
-    if attention_mask is not None and attention_mask.shape != (batch_size, past + num_queries):
-        raise ValueError(
-            f"attention_mask must have shape {[batch_size, past + num_queries]}, got {list(attention_mask.shape)}"
-        )
-    if attention_mask is None and position_ids is not None and past == 0 and cache is None:
+
+    num_keys = past + num_queries
+    if attention_mask is not None and attention_mask.ndim == 4:
+        return Visibility(attn_mask=pair_mask(attention_mask, num_queries, num_keys), length=num_keys)
+    if attention_mask is None and position_ids is not None and past == 0:
         same_sequence = _packed_pairs(position_ids)
         if same_sequence is not None:
-            return Visibility(attn_mask=same_sequence, is_causal=is_causal)
-    key_mask = padding_mask(attention_mask)
+            return Visibility(attn_mask=same_sequence, is_causal=is_causal, length=num_keys)
+    key_mask = padding_mask("attention_mask", attention_mask, (batch_size, num_keys))
     query_mask = key_mask if past == 0 else None
-    return Visibility(key_mask, query_mask, None, is_causal, past + num_queries)
+    return Visibility(key_mask, query_mask, None, is_causal, num_keys)
 
 
 def _packed_pairs(position_ids: Tensor) -> Tensor | None:
     """bool ``[B, 1, N, N]``: pairs of one sequence; ``None`` where every row is one sequence."""
     starts_anew = position_ids.diff(dim=-1) != 1
-    if not torch.compiler.is_compiling() and not bool(starts_anew.any()):
+    if not (is_traced() or position_ids.is_meta) and not bool(starts_anew.any()):
         return None
     number = torch.nn.functional.pad(starts_anew, (1, 0)).cumsum(dim=-1)
     return (number[:, :, None] == number[:, None, :])[:, None]
@@ -95,6 +115,8 @@ def _into_static_cache(
 ) -> Visibility:
     """All slots of a static cache are there from the start: what is not yet written must be hidden."""
     slots = cache.get_max_length()
+    if attention_mask is not None and attention_mask.ndim == 4:
+        return Visibility(attn_mask=pair_mask(attention_mask, num_queries, slots))
     slot = torch.arange(slots, device=past.device)
     row = past + torch.arange(num_queries, device=past.device)
     pairs = slot[None, :] <= row[:, None]
@@ -120,5 +142,5 @@ def token_positions(
     row = torch.arange(num_queries, device=device) + past
     if attention_mask is None or attention_mask.ndim != 2:
         return row[None]
-    counted = attention_mask.long().cumsum(dim=-1) - 1
+    counted = attention_mask.bool().cumsum(dim=-1) - 1
     return counted.clamp(min=0).index_select(1, row)

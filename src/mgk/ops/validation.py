@@ -30,9 +30,14 @@ def debug_checks(enabled: bool) -> None:
     _debug_checks = bool(enabled)
 
 
+def is_traced() -> bool:
+    """Whether a graph is being made, for which one example must not decide."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+
+
 def may_inspect_values(tensor: Tensor) -> bool:
     """Whether reading numbers out of ``tensor`` costs neither a device synchronisation nor a graph break."""
-    if torch.compiler.is_compiling() or tensor.device.type == "meta" or type(tensor) not in (Tensor, Parameter):
+    if is_traced() or tensor.device.type == "meta" or type(tensor) not in (Tensor, Parameter):
         return False
     return tensor.device.type == "cpu" or _debug_checks
 
