@@ -1,6 +1,7 @@
 """The configuration of every model of the library."""
 
 # No postponed annotations here: transformers checks every value against the type of its field.
+import copy
 import difflib
 import functools
 import math
@@ -28,8 +29,8 @@ KEYS_OF_TRANSFORMERS = {
 # What the same things are called elsewhere, `mgk.nn` included.
 OTHER_NAMES = {
     "d_model": "hidden_size", "embed_dim": "hidden_size", "ffn_dim": "intermediate_size",
-    "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
-    "num_layers": "num_hidden_layers", "num_classes": "num_labels",
+    "n_heads": "num_attention_heads", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+    "n_layers": "num_hidden_layers", "num_layers": "num_hidden_layers", "num_classes": "num_labels",
 }  # fmt: skip
 
 
@@ -184,6 +185,14 @@ class MGKConfig(PreTrainedConfig):
                 if nearest is not None:
                     raise ValueError(f"MGKConfig has no key {key!r}: did you mean {nearest!r}?")
         return super().from_dict(config_dict, **kwargs)
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
+        """What transformers makes caches for: the layers of the decoder, if asked for them alone."""
+        if not decoder or encoder or self.decoder_layers in (None, self.num_hidden_layers):
+            return self
+        config = copy.deepcopy(self)
+        config.num_hidden_layers = self.decoder_layers
+        return config
 
     def validate_architecture(self) -> None:
         """Called by transformers after construction."""
