@@ -14,8 +14,8 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-test: $(READY)  ## the test suite, on two cores, with coverage of ops and nn
-	$(BIN)/pytest -n 2 -m "not gpu" --cov --cov-report=term --cov-fail-under=95
+test: $(READY)  ## the test suite, on two cores, with coverage
+	$(BIN)/pytest -n 2 -m "not gpu and not slow" --cov --cov-report=term --cov-fail-under=95
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -14,12 +14,15 @@ try:
 except ImportError as error:  # pragma: no cover
     raise SystemExit("the command mgk needs typer and transformers: pip install 'mgk[models]'") from error
 
+from mgk.data.commands import app as data_app
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 app = typer.Typer(
     help="Attention with a mixture of Gaussian keys.", no_args_is_help=True, pretty_exceptions_enable=False
 )
+app.add_typer(data_app, name="data")
 
 
 def main() -> None:

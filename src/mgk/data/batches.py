@@ -1,0 +1,269 @@
+"""From mapped arrays to batches: no Python for each sample, and an order that needs no state.
+
+Which samples make batch ``step`` of ``epoch`` on ``rank`` is a pure function of those numbers and the seed: to resume
+at step k, ask for step k. Every class here has ``__len__`` (batches of an epoch on a rank) and ``batch(epoch, step)``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mgk.data.store import Sequences
+
+# Batches that are sorted by length together: enough that neighbours are alike, few enough that epochs differ.
+POOL = 64
+
+
+class Batches(Protocol):
+    """What a training loop needs of its data."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, epoch: int, step: int) -> dict[str, Tensor]: ...
+
+
+def iterate(batches: Batches, epoch: int, start: int = 0, pin_memory: bool = False) -> Iterator[dict[str, Tensor]]:
+    """The batches of an epoch from ``start`` on, in pinned memory where a GPU will fetch them."""
+    for step in range(start, len(batches)):
+        batch = batches.batch(epoch, step)
+        yield {name: tensor.pin_memory() for name, tensor in batch.items()} if pin_memory else batch
+
+
+def padded(
+    sequences: Sequences, rows: NDArray[np.int64], longest: int, width: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sequences as ``input_ids`` and ``attention_mask``, ``[rows, width]``, padded on the right with 0.
+
+    Each is cut to ``longest`` tokens; ``width=None`` is the longest of these rows.
+    """
+    starts = sequences.offsets[rows]
+    lengths = np.minimum(sequences.offsets[rows + 1] - starts, longest)
+    width = int(lengths.max(initial=1)) if width is None else width
+    column = np.arange(width)
+    mask = column < lengths[:, None]
+    # Padding points at the last token of its row, which is there, and is then overwritten.
+    places = starts[:, None] + np.minimum(column, np.maximum(lengths - 1, 0)[:, None])
+    tokens = np.where(mask, sequences.tokens[np.minimum(places, max(len(sequences.tokens) - 1, 0))], 0)
+    return torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(mask.astype(np.int64))
+
+
+def packed(sequences: Sequences, rows: NDArray[np.int64], longest: int) -> dict[str, Tensor]:
+    """Sequences one after the other in a single row, ``input_ids [1, T]``, without any padding.
+
+    ``position_ids`` start anew with each, which is how the models tell them apart; ``cu_seqlens`` are their boundaries.
+    """
+    starts = sequences.offsets[rows]
+    lengths = np.minimum(sequences.offsets[rows + 1] - starts, longest)
+    ends = np.cumsum(lengths)
+    position = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - lengths, lengths)
+    tokens = sequences.tokens[np.repeat(starts, lengths) + position]
+    boundaries = np.concatenate([[0], ends]).astype(np.int32)
+    return {
+        "input_ids": torch.from_numpy(tokens.astype(np.int64))[None],
+        "position_ids": torch.from_numpy(position)[None],
+        "cu_seqlens": torch.from_numpy(boundaries),
+    }
+
+
+def _shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    return np.random.default_rng([seed, epoch]).permutation(count)
+
+
+def _check_share(rank: int, ranks: int) -> None:
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank must lie in [0, {ranks}), got {rank}")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Samples:
+    """Labelled sequences, or pairs of them, in batches of a fixed number.
+
+    ``batch`` gives ``input_ids``, ``attention_mask`` and ``labels``; with pairs also ``pair_input_ids`` and
+    ``pair_attention_mask``.
+    """
+
+    sequences: Sequences
+    labels: NDArray[Any]
+    batch_size: int
+    """Samples of one batch on one rank."""
+    first: NDArray[np.int64] | None = None
+    """Which sequence a sample has; ``None``: sample i has sequence i."""
+    second: NDArray[np.int64] | None = None
+    """The other sequence of a pair."""
+    longest: int = 4096
+    """Sequences are cut to so many tokens."""
+    width: int | None = None
+    """Pad to this; ``None``: to the longest sequence of the batch."""
+    seed: int = 0
+    shuffle: bool = True
+    by_length: bool = True
+    """Put sequences of similar length into one batch."""
+    drop_last: bool = True
+    """Leave out what does not fill a batch on every rank."""
+    pack: bool = False
+    """One row without padding instead (not for pairs)."""
+    rank: int = 0
+    ranks: int = 1
+    _orders: dict[int, NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _check_share(self.rank, self.ranks)
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        if self.pack and self.second is not None:
+            raise ValueError("pack must be False for pairs, got True")
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(self.labels), self.batch_size * self.ranks)
+        return whole if self.drop_last or rest == 0 else whole + 1
+
+    def batch(self, epoch: int, step: int) -> dict[str, Tensor]:
+        if not 0 <= step < len(self):
+            raise IndexError(f"step must lie in [0, {len(self)}), got {step}")
+        begin = (step * self.ranks + self.rank) * self.batch_size
+        rows = self._order(epoch)[begin : begin + self.batch_size]
+        first = rows if self.first is None else self.first[rows]
+        labels = torch.from_numpy(np.asarray(self.labels[rows], dtype=np.int64))
+        if self.pack:
+            return {**packed(self.sequences, first, self.longest), "labels": labels}
+        tokens, mask = padded(self.sequences, first, self.longest, self.width)
+        batch = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+        if self.second is not None:
+            tokens, mask = padded(self.sequences, self.second[rows], self.longest, self.width)
+            batch |= {"pair_input_ids": tokens, "pair_attention_mask": mask}
+        return batch
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        """All samples in the order of this epoch, made when its first batch is asked for."""
+        epoch = epoch if self.shuffle else 0
+        if epoch not in self._orders:
+            self._orders.clear()
+            self._orders[epoch] = self._make_order(epoch)
+        return self._orders[epoch]
+
+    def _make_order(self, epoch: int) -> NDArray[np.int64]:
+        count = len(self.labels)
+        order = _shuffled(count, self.seed, epoch) if self.shuffle else np.arange(count)
+        if not (self.by_length and self.shuffle):
+            return order
+        lengths = self.sequences.lengths
+        size = lengths[order] if self.first is None else lengths[self.first[order]]
+        if self.second is not None:
+            size = np.maximum(size, lengths[self.second[order]])
+        size = np.minimum(size, self.longest)
+        # Sort inside pools of batches, then shuffle whole batches: alike inside a batch, random from batch to batch.
+        together = self.batch_size * self.ranks
+        pool = np.arange(count) // (together * POOL)
+        order = order[np.lexsort((size, pool))]
+        batches = count // together
+        whole = order[: batches * together].reshape(batches, together)
+        mixed = whole[np.random.default_rng([self.seed, epoch, 1]).permutation(batches)]
+        return np.concatenate([mixed.reshape(-1), order[batches * together :]])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Windows:
+    """A long stream of tokens, cut into ``batch_size`` contiguous rows that are read window by window.
+
+    ``batch`` gives ``input_ids`` and ``shift_labels``, the token after each, ``[batch_size, length]``. Nothing is
+    shuffled, as in the paper's language models; epochs are alike.
+    """
+
+    tokens: NDArray[Any]
+    batch_size: int
+    length: int
+    rank: int = 0
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        _check_share(self.rank, self.ranks)
+        if self.batch_size % self.ranks != 0:
+            raise ValueError(f"batch_size must be a multiple of the {self.ranks} ranks, got {self.batch_size}")
+        if len(self) < 1:
+            needed = self.batch_size * (self.length + 1)
+            raise ValueError(f"tokens must be at least {needed:,} for one batch, got {len(self.tokens):,}")
+
+    @property
+    def row(self) -> int:
+        """Tokens of one row; the one after them is the last label."""
+        return (len(self.tokens) - 1) // self.batch_size
+
+    def __len__(self) -> int:
+        return self.row // self.length
+
+    def batch(self, epoch: int, step: int) -> dict[str, Tensor]:
+        if not 0 <= step < len(self):
+            raise IndexError(f"step must lie in [0, {len(self)}), got {step}")
+        mine = self.batch_size // self.ranks
+        rows = np.arange(self.rank * mine, (self.rank + 1) * mine)
+        places = rows[:, None] * self.row + step * self.length + np.arange(self.length + 1)
+        tokens = torch.from_numpy(self.tokens[places].astype(np.int64))
+        return {"input_ids": tokens[:, :-1].contiguous(), "shift_labels": tokens[:, 1:].contiguous()}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Translations:
+    """Pairs of sentences in batches of at most ``max_tokens`` tokens, padding counted, sentences of similar length.
+
+    ``batch`` gives ``input_ids``, ``attention_mask`` and ``labels`` (-100 at padding), as the models take them.
+    """
+
+    source: Sequences
+    target: Sequences
+    max_tokens: int
+    """Of the longer side, on one rank."""
+    seed: int = 0
+    shuffle: bool = True
+    rank: int = 0
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        _check_share(self.rank, self.ranks)
+        if len(self.source) != len(self.target):
+            raise ValueError(
+                f"source and target must have as many sentences, got {len(self.source)}, {len(self.target)}"
+            )
+        longest = int(np.maximum(self.source.lengths, self.target.lengths).max(initial=0))
+        if longest > self.max_tokens:
+            raise ValueError(f"max_tokens must hold the longest sentence of {longest} tokens, got {self.max_tokens}")
+
+    def __len__(self) -> int:
+        return len(self._cuts) // self.ranks
+
+    def batch(self, epoch: int, step: int) -> dict[str, Tensor]:
+        if not 0 <= step < len(self):
+            raise IndexError(f"step must lie in [0, {len(self)}), got {step}")
+        order = _shuffled(len(self._cuts), self.seed, epoch) if self.shuffle else np.arange(len(self._cuts))
+        begin, end = self._cuts[order[step * self.ranks + self.rank]]
+        rows = self._sorted[begin:end]
+        tokens, mask = padded(self.source, rows, self.max_tokens)
+        labels, label_mask = padded(self.target, rows, self.max_tokens)
+        return {"input_ids": tokens, "attention_mask": mask, "labels": labels.masked_fill(label_mask == 0, -100)}
+
+    @functools.cached_property
+    def _sorted(self) -> NDArray[np.int64]:
+        """Sentences by length; those of one length in an order that the seed chose."""
+        mixed = _shuffled(len(self.source), self.seed, 0)
+        longer = np.maximum(self.source.lengths, self.target.lengths)
+        return mixed[np.lexsort((self.target.lengths[mixed], longer[mixed]))]
+
+    @functools.cached_property
+    def _cuts(self) -> list[tuple[int, int]]:
+        """Where each batch begins and ends among the sorted sentences: as many as fit once padded to the last one."""
+        width = np.maximum(self.source.lengths, self.target.lengths)[self._sorted]
+        cuts, begin = [], 0
+        while begin < len(width):
+            ahead = width[begin : begin + self.max_tokens]
+            fits = ahead * np.arange(1, len(ahead) + 1) <= self.max_tokens
+            end = begin + (int(np.argmin(fits)) if not fits.all() else len(fits))
+            cuts.append((begin, end))
+            begin = end
+        return cuts

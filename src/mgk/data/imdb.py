@@ -1,0 +1,136 @@
+"""IMDb reviews as bytes: Long Range Arena Text.
+
+The benchmark selects the best checkpoint on the test set (its validation set IS the test set). We hold out 5 % of the
+training reviews instead; ``protocol="published"`` is the benchmark's own.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mgk.data import byte_text
+from mgk.data.errors import DataError
+from mgk.data.kind import CorpusKind, Progress, check_options, no_progress
+from mgk.data.sources import decode, find, json_records, read_bytes
+from mgk.data.store import Writer, checksum
+
+OPTIONS = {"protocol": "held-out", "seed": 0}
+PROTOCOLS = ("held-out", "published")
+HELD_OUT = 0.05
+
+Review = tuple[str, int]
+
+
+def prepare(source: Path, folder: Path, progress: Progress = no_progress, **options: Any) -> None:
+    """Read the reviews from whatever form lies in ``source`` and write their bytes."""
+    chosen = check_options("imdb", options, OPTIONS)
+    if chosen["protocol"] not in PROTOCOLS:
+        raise ValueError(f"protocol must be one of {', '.join(PROTOCOLS)}, got {chosen['protocol']!r}")
+    files, splits = read(source)
+    if chosen["protocol"] == "published":
+        splits["valid"] = splits["test"]
+    else:
+        splits["valid"], splits["train"] = _hold_out(splits["train"], int(chosen["seed"]))
+    with Writer(folder, "imdb", {path.name: checksum(path) for path in files}, chosen) as writer:
+        for name in progress(("train", "valid", "test"), "bytes"):
+            reviews = splits[name]
+            writer.sequences(name, "text", *byte_text.encode([text for text, _ in reviews]))
+            writer.numbers(name, "labels", np.array([label for _, label in reviews], dtype=np.int64))
+
+
+def read(source: Path) -> tuple[list[Path], dict[str, list[Review]]]:
+    """The files that were read, and the reviews of both splits: from jsonl, csv or the original folders."""
+    if (source / "aclImdb").is_dir() or (source / "train" / "pos").is_dir():
+        return _read_folders(source / "aclImdb" if (source / "aclImdb").is_dir() else source)
+    splits: dict[str, list[Review]] = {}
+    files = []
+    for name in ("train", "test"):
+        stem = f"imdb_{name}"
+        path = find(source, f"{stem}.jsonl.xz", f"{stem}.jsonl", f"{stem}.csv", f"{name}.csv")
+        reader = _read_csv if path.suffix == ".csv" else _read_jsonl
+        splits[name] = [_checked(text, label, where) for text, label, where in reader(path)]
+        if not splits[name]:
+            raise DataError(f"{path} must hold at least one review, got none")
+        files.append(path)
+    return files, splits
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, int, str]]:
+    for number, record in enumerate(json_records(path, {"text": str, "label": int}), start=1):
+        yield record["text"], record["label"], f"{path}, record {number:,}"
+
+
+def _read_csv(path: Path) -> Iterator[tuple[str, int, str]]:
+    """With a header that names the columns ``text`` (or ``review``) and ``label`` (or ``sentiment``)."""
+    rows = csv.reader(io.StringIO(decode(read_bytes(path), str(path)), newline=""))
+    header = [name.strip().lower() for name in next(rows, [])]
+    columns = {}
+    for wanted, names in {"text": ("text", "review"), "label": ("label", "sentiment")}.items():
+        places = [place for place, name in enumerate(header) if name in names]
+        if len(places) != 1:
+            raise DataError(f"{path} must have one column {' or '.join(names)}, got the header {', '.join(header)}")
+        columns[wanted] = places[0]
+    for number, row in enumerate(rows, start=1):
+        where = f"{path}, record {number:,}"
+        if len(row) != len(header):
+            raise DataError(f"{where} must have {len(header)} columns, got {len(row)}")
+        label = row[columns["label"]].strip().lower()
+        named = {"0": 0, "neg": 0, "negative": 0, "1": 1, "pos": 1, "positive": 1}
+        if label not in named:
+            raise DataError(f"{where} must have a label of {', '.join(named)}, got {label!r}")
+        yield row[columns["text"]], named[label], where
+
+
+def _read_folders(root: Path) -> tuple[list[Path], dict[str, list[Review]]]:
+    """``train/pos/0_9.txt`` and so on, in the order of their numbers."""
+    splits: dict[str, list[Review]] = {}
+    files: list[Path] = []
+    for name in ("train", "test"):
+        splits[name] = []
+        for label, part in enumerate(("neg", "pos")):
+            paths = sorted(
+                (root / name / part).glob("*.txt"), key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)]
+            )
+            if not paths:
+                raise DataError(f"{root / name / part} must hold reviews as .txt files, got none")
+            splits[name] += [_checked(decode(path.read_bytes(), str(path)), label, str(path)) for path in paths]
+            files += paths
+    return files, splits
+
+
+def _checked(text: str, label: int, where: str) -> Review:
+    if label not in (0, 1):
+        raise DataError(f"{where} must have label 0 or 1, got {label}")
+    if not text.strip():
+        raise DataError(f"{where} must hold text, got an empty review")
+    return text, label
+
+
+def _hold_out(reviews: list[Review], seed: int) -> tuple[list[Review], list[Review]]:
+    """Split off the same share of both classes."""
+    random = np.random.default_rng(seed)
+    labels = np.array([label for _, label in reviews])
+    chosen = np.zeros(len(reviews), dtype=bool)
+    for label in (0, 1):
+        places = np.flatnonzero(labels == label)
+        chosen[random.permutation(places)[: round(HELD_OUT * len(places))]] = True
+    held = [review for review, out in zip(reviews, chosen, strict=True) if out]
+    return held, [review for review, out in zip(reviews, chosen, strict=True) if not out]
+
+
+CORPUS = CorpusKind(
+    name="imdb",
+    title="Large Movie Review Dataset as bytes (Long Range Arena Text)",
+    task="classification",
+    prepare=prepare,
+    decode=byte_text.decode,
+    options=OPTIONS,
+    origin="Maas et al. 2011: the folders of aclImdb_v1.tar.gz, imdb_{train,test}.csv, or imdb_{train,test}.jsonl(.xz)",
+)

@@ -1,0 +1,241 @@
+"""Prepared corpora on disk: arrays that are mapped, not read, and a manifest that says where they came from.
+
+A corpus is one folder. Its splits hold fields; a field is either plain numbers (labels) or sequences of tokens, kept as
+one flat array and the offsets at which each sequence starts::
+
+    manifest.json
+    train.text.tokens.npy   train.text.offsets.npy   train.labels.npy   valid.text.tokens.npy   ...
+
+A folder appears in one rename, when everything in it is written: what can be seen is whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import mgk
+from mgk.data.errors import DataError
+
+FORMAT = 1
+"""Counts up when the layout on disk changes: an older folder is prepared anew."""
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Many sequences of tokens in one flat array."""
+
+    tokens: NDArray[Any]
+    """``[total]``"""
+    offsets: NDArray[np.int64]
+    """``[count + 1]``: sequence i is ``tokens[offsets[i]:offsets[i + 1]]``"""
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> NDArray[Any]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index must lie in [0, {len(self)}), got {index}")
+        index %= len(self)
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.offsets)
+
+
+@dataclass(frozen=True)
+class Split:
+    """One part of a corpus: its sequences and its plain numbers, by name."""
+
+    sequences: Mapping[str, Sequences]
+    numbers: Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A prepared corpus."""
+
+    folder: Path
+    manifest: Mapping[str, Any]
+    splits: Mapping[str, Split]
+
+    @property
+    def name(self) -> str:
+        return str(self.manifest["name"])
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever any token, label or option does."""
+        content = {key: self.manifest[key] for key in ("name", "format", "options", "arrays")}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+class Writer:
+    """Writes a corpus into a temporary folder beside its place, and moves it there at the end.
+
+    Used as a context: an exception, a full disk included, leaves nothing behind. Where two processes prepare the same
+    corpus, the first to finish wins and the other throws its copy away.
+    """
+
+    def __init__(self, folder: Path, name: str, source: Mapping[str, str], options: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.manifest: dict[str, Any] = {
+            "name": name, "format": FORMAT, "mgk": mgk.__version__, "source": dict(source), "options": dict(options),
+            "splits": {}, "arrays": {}, "facts": {},
+        }  # fmt: skip
+
+    def __enter__(self) -> Writer:
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        self.temporary = Path(tempfile.mkdtemp(prefix=f".{self.folder.name}.", dir=self.folder.parent))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._finish()
+        except OSError as problem:
+            self._explain(problem)
+            raise
+        finally:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+        self._explain(error)
+
+    def _explain(self, error: BaseException | None) -> None:
+        """A full disk deserves a sentence; every other error speaks for itself."""
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise DataError(
+                f"{self.folder.parent} must have room for the prepared corpus, got a full disk ({error.strerror})"
+            ) from error
+
+    def sequences(self, split: str, field: str, tokens: NDArray[Any], lengths: Sequence[int] | NDArray[Any]) -> None:
+        """Add sequences, given as one flat array and the length of each."""
+        offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+        np.cumsum(np.asarray(lengths, dtype=np.int64), out=offsets[1:])
+        if offsets[-1] != len(tokens):
+            raise ValueError(f"lengths must add up to {len(tokens)}, got {offsets[-1]}")
+        self._save(f"{split}.{field}.tokens.npy", tokens)
+        self._save(f"{split}.{field}.offsets.npy", offsets)
+        counts = {"count": len(lengths), "tokens": len(tokens), "longest": int(np.max(np.diff(offsets), initial=0))}
+        self.manifest["splits"].setdefault(split, {})[field] = counts
+
+    def numbers(self, split: str, field: str, values: NDArray[Any]) -> None:
+        """Add plain numbers, one for each sample."""
+        self._save(f"{split}.{field}.npy", values)
+        self.manifest["splits"].setdefault(split, {})[field] = {"count": len(values)}
+
+    def file(self, name: str, content: str) -> None:
+        """Add a text file, such as a vocabulary."""
+        (self.temporary / name).write_text(content, encoding="utf-8")
+        self.manifest["arrays"][name] = hashlib.sha256(content.encode()).hexdigest()
+
+    def fact(self, name: str, value: Any) -> None:
+        """Put something worth knowing into the manifest."""
+        self.manifest["facts"][name] = value
+
+    def _save(self, name: str, array: NDArray[Any]) -> None:
+        array = np.ascontiguousarray(array)
+        np.save(self.temporary / name, array, allow_pickle=False)
+        self.manifest["arrays"][name] = _array_checksum(array)
+
+    def _finish(self) -> None:
+        (self.temporary / MANIFEST).write_text(json.dumps(self.manifest, indent=1, sort_keys=True), encoding="utf-8")
+        for path in self.temporary.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        self.temporary.chmod(0o755)
+        if self.folder.exists() and not is_current(self.folder, self.manifest):
+            shutil.rmtree(self.folder)
+        try:
+            self.temporary.rename(self.folder)
+        except OSError as error:
+            # Somebody else prepared the same and was faster: theirs stays.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+
+
+def is_current(folder: Path, manifest: Mapping[str, Any]) -> bool:
+    """Whether the folder holds what this manifest would make: same format, source and options."""
+    try:
+        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return all(found.get(key) == manifest[key] for key in ("name", "format", "source", "options"))
+
+
+def load(folder: str | Path) -> Corpus:
+    """Map a prepared corpus. Nothing is read until it is used."""
+    folder = Path(folder)
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DataError(f"{folder} must hold a prepared corpus, got no {MANIFEST}: run mgk data prepare") from error
+    except ValueError as error:
+        raise DataError(f"{folder / MANIFEST} must be JSON, got {error}") from error
+    if manifest.get("format") != FORMAT:
+        raise DataError(f"{folder} must have format {FORMAT}, got {manifest.get('format')}: prepare it again")
+    splits = {}
+    for split, described in manifest["splits"].items():
+        sequences, numbers = {}, {}
+        for field, counts in described.items():
+            if "tokens" in counts:
+                tokens, offsets = (_map(folder / f"{split}.{field}.{part}.npy") for part in ("tokens", "offsets"))
+                if len(offsets) != counts["count"] + 1 or len(tokens) != counts["tokens"]:
+                    raise DataError(f"{folder} must hold {counts['tokens']:,} tokens of {split}, got {len(tokens):,}")
+                sequences[field] = Sequences(tokens, offsets)
+            else:
+                numbers[field] = _map(folder / f"{split}.{field}.npy")
+        splits[split] = Split(sequences, numbers)
+    return Corpus(folder, manifest, splits)
+
+
+def verify(corpus: Corpus) -> None:
+    """Read everything once and compare it with the checksums of the manifest."""
+    for name, expected in corpus.manifest["arrays"].items():
+        path = corpus.folder / name
+        found = _array_checksum(_map(path)) if name.endswith(".npy") else hashlib.sha256(path.read_bytes()).hexdigest()
+        if found != expected:
+            raise DataError(f"{path} must have SHA-256 {expected[:12]}..., got {found[:12]}...: prepare it again")
+
+
+def _array_checksum(array: NDArray[Any]) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).view(np.uint8).data).hexdigest()
+
+
+def _map(path: Path) -> NDArray[Any]:
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path} must be a whole array, got {error}") from error
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def flatten(sequences: Iterator[bytes] | Sequence[bytes]) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Byte strings as one flat array and their lengths."""
+    parts = list(sequences)
+    lengths = np.fromiter((len(part) for part in parts), dtype=np.int64, count=len(parts))
+    return np.frombuffer(b"".join(parts), dtype=np.uint8), lengths

@@ -1,0 +1,151 @@
+"""Batches: right, in an order that is a pure function, and fast."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from mgk.data import Samples, Sequences, Translations, Windows, iterate
+
+
+def make_sequences(count=50, longest=30, seed=0, smallest=1):
+    random = np.random.default_rng(seed)
+    lengths = random.integers(smallest, longest + 1, count)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return Sequences(random.integers(1, 200, offsets[-1]).astype(np.uint16), offsets)
+
+
+def rows_of(batch, sequences):
+    """Which sequences a batch holds."""
+    found = []
+    for tokens, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+        kept = tokens[mask.bool()].numpy()
+        found += [i for i in range(len(sequences)) if np.array_equal(sequences[i][: len(kept)], kept)][:1]
+    return found
+
+
+def test_samples_hold_the_sequences():
+    sequences = make_sequences()
+    samples = Samples(sequences=sequences, labels=np.arange(50), batch_size=8, longest=20, drop_last=False)
+    seen = []
+    for batch in iterate(samples, epoch=0):
+        for tokens, mask, label in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True):
+            expected = sequences[int(label)][:20]
+            assert tokens[mask.bool()].tolist() == expected.tolist()
+            assert (tokens[~mask.bool()] == 0).all()
+            assert (mask.diff() <= 0).all()
+        seen += batch["labels"].tolist()
+    assert sorted(seen) == list(range(50))
+
+
+def test_any_step_can_be_asked_for_without_the_ones_before():
+    make = lambda: Samples(sequences=make_sequences(), labels=np.arange(50), batch_size=4, seed=3)  # noqa: E731
+    whole = [batch["labels"].tolist() for batch in iterate(make(), epoch=2)]
+    assert make().batch(2, 7)["labels"].tolist() == whole[7]
+    assert [batch["labels"].tolist() for batch in iterate(make(), epoch=2, start=5)] == whole[5:]
+    assert whole != [batch["labels"].tolist() for batch in iterate(make(), epoch=3)]
+    other = Samples(sequences=make_sequences(), labels=np.arange(50), batch_size=4, seed=4)
+    assert whole != [batch["labels"].tolist() for batch in iterate(other, epoch=2)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_share_an_epoch(ranks):
+    """What the ranks see at a step is what one rank would see in a batch of their size together."""
+    common = {"sequences": make_sequences(60), "labels": np.arange(60), "seed": 1}
+    alone = Samples(**common, batch_size=4 * ranks)
+    shares = [Samples(**common, batch_size=4, rank=rank, ranks=ranks) for rank in range(ranks)]
+    assert {len(share) for share in shares} == {len(alone)}
+    for step in range(len(alone)):
+        together = sum((share.batch(0, step)["labels"].tolist() for share in shares), [])
+        assert together == alone.batch(0, step)["labels"].tolist()
+
+
+def test_lengths_are_alike_inside_a_batch():
+    sequences = make_sequences(4000, 1000)
+    padding = {}
+    for by_length in (False, True):
+        samples = Samples(sequences=sequences, labels=np.zeros(4000), batch_size=16, by_length=by_length)
+        masks = [batch["attention_mask"] for batch in iterate(samples, 0)]
+        padding[by_length] = 1 - sum(m.sum().item() for m in masks) / sum(m.numel() for m in masks)
+    assert padding[False] > 0.3
+    assert padding[True] < 0.05
+
+
+def test_pairs():
+    sequences = make_sequences(10)
+    first, second = np.arange(10), np.arange(10)[::-1].copy()
+    pairs = Samples(sequences=sequences, labels=np.arange(10), first=first, second=second, batch_size=5)
+    batch = pairs.batch(0, 1)
+    for tokens, mask, label in zip(batch["pair_input_ids"], batch["pair_attention_mask"], batch["labels"], strict=True):
+        assert tokens[mask.bool()].tolist() == sequences[9 - int(label)].tolist()
+    with pytest.raises(ValueError, match="pack must be False for pairs"):
+        Samples(sequences=sequences, labels=np.arange(10), second=second, batch_size=5, pack=True)
+
+
+def test_packed_rows_have_no_padding():
+    sequences = make_sequences(20)
+    samples = Samples(sequences=sequences, labels=np.arange(20), batch_size=5, longest=12, pack=True)
+    batch = samples.batch(0, 0)
+    ends = batch["cu_seqlens"]
+    assert batch["input_ids"].shape == (1, int(ends[-1]))
+    for place, label in enumerate(batch["labels"].tolist()):
+        part = slice(int(ends[place]), int(ends[place + 1]))
+        assert batch["input_ids"][0, part].tolist() == sequences[label][:12].tolist()
+        assert batch["position_ids"][0, part].tolist() == list(range(part.stop - part.start))
+
+
+def test_windows_read_the_stream_in_order():
+    windows = Windows(tokens=np.arange(1001, dtype=np.uint16), batch_size=4, length=10)
+    assert len(windows) == 25
+    first, second = windows.batch(0, 0), windows.batch(0, 1)
+    assert first["input_ids"][:, 0].tolist() == [0, 250, 500, 750]
+    assert (first["shift_labels"] == first["input_ids"] + 1).all()
+    assert (second["input_ids"][:, 0] == first["input_ids"][:, -1] + 1).all()
+    half = Windows(tokens=np.arange(1001), batch_size=4, length=10, rank=1, ranks=2)
+    assert half.batch(0, 3)["input_ids"].equal(windows.batch(0, 3)["input_ids"][2:])
+    with pytest.raises(ValueError, match="tokens must be at least 44 for one batch, got 20"):
+        Windows(tokens=np.arange(20), batch_size=4, length=10)
+
+
+def test_translations_fill_their_budget():
+    source, target = make_sequences(3000, 40, 1), make_sequences(3000, 40, 2)
+    batches = Translations(source=source, target=target, max_tokens=400)
+    seen = 0
+    for batch in iterate(batches, 0):
+        count, width = batch["input_ids"].shape
+        assert count * max(width, batch["labels"].shape[1]) <= 400
+        assert (batch["labels"] != 0).all()
+        seen += count
+    assert seen == 3000
+    filled = sum(batch["attention_mask"].numel() for batch in iterate(batches, 0)) / len(batches)
+    assert filled > 300
+    first = [batch["input_ids"].shape for batch in iterate(batches, 0)]
+    assert first != [batch["input_ids"].shape for batch in iterate(batches, 1)]
+    with pytest.raises(ValueError, match="max_tokens must hold the longest sentence of 40 tokens, got 30"):
+        Translations(source=source, target=target, max_tokens=30)
+
+
+def test_bad_shares_and_steps_are_refused():
+    with pytest.raises(ValueError, match=r"rank must lie in \[0, 2\), got 2"):
+        Windows(tokens=np.arange(100), batch_size=2, length=3, rank=2, ranks=2)
+    samples = Samples(sequences=make_sequences(), labels=np.arange(50), batch_size=8)
+    with pytest.raises(IndexError, match=r"step must lie in \[0, 6\), got 6"):
+        samples.batch(0, 6)
+
+
+def test_a_batch_takes_less_than_a_millisecond(tmp_path):
+    """32 x 4096 bytes from a mapped file, which a GPU step of 5 ms must never wait for. (A generous bound here: CI is busy.)"""
+    random = np.random.default_rng(0)
+    np.save(tmp_path / "tokens.npy", random.integers(1, 257, 20_000_000).astype(np.uint16))
+    offsets = np.arange(0, 20_000_001, 5_000)
+    sequences = Sequences(np.load(tmp_path / "tokens.npy", mmap_mode="r"), offsets)
+    samples = Samples(sequences=sequences, labels=np.zeros(4000), batch_size=32)
+    torch.set_num_threads(1)
+    times = []
+    for step in range(60):
+        start = time.perf_counter()
+        batch = samples.batch(0, step)
+        times.append(time.perf_counter() - start)
+    assert batch["input_ids"].shape == (32, 4096)
+    assert np.median(times[5:]) < 4e-3

@@ -1,0 +1,120 @@
+"""Prepared corpora on disk: whole or not there."""
+
+import errno
+import json
+import multiprocessing
+import os
+
+import numpy as np
+import pytest
+
+from mgk.data import DataError, load, verify
+from mgk.data.store import Sequences, Writer
+
+
+def write(folder, seed=0, options=None):
+    random = np.random.default_rng(seed)
+    with Writer(folder, "toy", {"raw.txt": "abc"}, options or {"seed": seed}) as writer:
+        for split, count in (("train", 5), ("test", 2)):
+            lengths = random.integers(0, 9, count)
+            writer.sequences(split, "text", random.integers(0, 99, lengths.sum()).astype(np.uint8), lengths)
+            writer.numbers(split, "labels", random.integers(0, 2, count))
+        writer.file("vocabulary.txt", "a\nb")
+        writer.fact("dropped", 3)
+
+
+def test_what_is_written_comes_back(tmp_path):
+    write(tmp_path / "toy")
+    corpus = load(tmp_path / "toy")
+    verify(corpus)
+    text = corpus.splits["train"].sequences["text"]
+    assert len(text) == 5
+    assert sum(len(text[i]) for i in range(5)) == len(text.tokens)
+    assert (text.lengths == [len(text[i]) for i in range(5)]).all()
+    assert isinstance(text.tokens, np.memmap)
+    assert corpus.manifest["facts"] == {"dropped": 3}
+    assert corpus.manifest["source"] == {"raw.txt": "abc"}
+    assert [path.name for path in tmp_path.iterdir()] == ["toy"]
+    with pytest.raises(IndexError, match=r"must lie in \[0, 5\), got 5"):
+        text[5]
+
+
+def test_the_fingerprint_follows_the_content(tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        write(tmp_path / name, seed)
+    a, b, c = (load(tmp_path / name).fingerprint for name in "abc")
+    assert a == b != c
+
+
+def test_an_error_leaves_nothing_behind(tmp_path):
+    with pytest.raises(KeyboardInterrupt), Writer(tmp_path / "toy", "toy", {}, {}) as writer:
+        writer.numbers("train", "labels", np.arange(3))
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(DataError, match="must have room for the prepared corpus, got a full disk"):
+        write(tmp_path / "toy")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_prepared_again_it_stays_and_with_other_options_it_is_replaced(tmp_path):
+    write(tmp_path / "toy", 0)
+    before = (tmp_path / "toy").stat().st_ino
+    write(tmp_path / "toy", 0)
+    assert (tmp_path / "toy").stat().st_ino == before
+    write(tmp_path / "toy", 1)
+    assert load(tmp_path / "toy").manifest["options"] == {"seed": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["toy"]
+
+
+def test_two_at_once(tmp_path):
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=write, args=(tmp_path / "toy",)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+        assert worker.exitcode == 0
+    verify(load(tmp_path / "toy"))
+    assert [path.name for path in tmp_path.iterdir()] == ["toy"]
+
+
+def test_damage_is_found(tmp_path):
+    with pytest.raises(DataError, match="must hold a prepared corpus, got no manifest"):
+        load(tmp_path / "nothing")
+    write(tmp_path / "toy")
+    path = tmp_path / "toy" / "train.text.tokens.npy"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(DataError, match=r"train\.text\.tokens\.npy must have SHA-256"):
+        verify(load(tmp_path / "toy"))
+    path.write_bytes(whole[:40])
+    with pytest.raises(DataError, match="must be a whole array"):
+        load(tmp_path / "toy")
+    path.write_bytes(whole)
+    manifest = tmp_path / "toy" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 0}))
+    with pytest.raises(DataError, match="must have format 1, got 0: prepare it again"):
+        load(tmp_path / "toy")
+    manifest.write_text("{")
+    with pytest.raises(DataError, match="must be JSON"):
+        load(tmp_path / "toy")
+
+
+def test_lengths_must_add_up(tmp_path):
+    with (
+        pytest.raises(ValueError, match="lengths must add up to 3, got 2"),
+        Writer(tmp_path / "x", "x", {}, {}) as writer,
+    ):
+        writer.sequences("train", "text", np.arange(3), [2])
+
+
+def test_negative_indices():
+    sequences = Sequences(np.arange(5), np.array([0, 2, 5]))
+    assert sequences[-1].tolist() == [2, 3, 4]
