@@ -42,7 +42,7 @@ def test_version_matches_the_changelog():
 
 
 def test_code_in_the_docs_runs():
-    for page in (ROOT / "README.md", ROOT / "docs" / "models.md"):
+    for page in (ROOT / "README.md", ROOT / "docs" / "models.md", ROOT / "docs" / "data.md"):
         blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
         assert blocks
         for block in blocks:

@@ -14,13 +14,14 @@ from mgk.ops import (
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from mgk import models
+    from mgk import data, models
 
 __version__ = "0.1.0"
 
 __all__ = [
     "MixtureAttention",
     "build_attention",
+    "data",
     "debug_checks",
     "mixture_attention",
     "mixture_log_density",
@@ -33,18 +34,18 @@ __all__ = [
 
 
 def __getattr__(name: str) -> "ModuleType":
-    """``mgk.models`` on first use: it imports transformers, which the rest does without."""
-    if name != "models":
+    """``mgk.models`` and ``mgk.data`` on first use: they import what the rest does without."""
+    if name not in ("data", "models"):
         raise AttributeError(f"module 'mgk' has no attribute {name!r}")
     import importlib
 
     try:
-        return importlib.import_module("mgk.models")
+        return importlib.import_module(f"mgk.{name}")
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.startswith("mgk"):
             raise
-        raise ImportError(f"mgk.models needs {error.name}: pip install 'mgk[models]'") from error
+        raise ImportError(f"mgk.{name} needs {error.name}: pip install 'mgk[models]'") from error
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "models"})
+    return sorted({*globals(), "data", "models"})

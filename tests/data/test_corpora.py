@@ -77,7 +77,7 @@ def test_wikitext_words(fixtures, tmp_path):
     # Every line ends, blank ones too; a word that training does not have is <unk>.
     assert counts[0] == 5
     test = [words[token] for token in corpus.splits["test"].sequences["text"].tokens]
-    assert test == "<eos> = The <unk> = <eos> A bean grows in the <unk> bed . <eos>".split()
+    assert " ".join(test) == "<eos> = The <unk> = <eos> A bean grows in the <unk> bed . <eos>"
     assert corpus.manifest["facts"]["test: words that the training text does not have"] == 2
     text = find_kind("wikitext2").decode(corpus, "text", np.asarray(train))
     assert text.split() == (fixtures / "wikitext-2" / "wiki.train.tokens").read_text().split()
@@ -160,7 +160,7 @@ def test_damaged_archives(peerread_source, tmp_path):
     """34, 41: truncated, foreign, incomplete, and one that reaches outside."""
     archive = peerread_source / "peerread_pairs.tar.xz"
     whole = archive.read_bytes()
-    for broken in (whole[: len(whole) // 2], b"<html>404 Not Found</html>"):
+    for broken in (whole[: len(whole) // 2], whole[:-1], b"<html>404 Not Found</html>"):
         archive.write_bytes(broken)
         with pytest.raises(DataError, match="must be a whole archive, got damage"):
             prepare("peerread", peerread_source, tmp_path / "to")
@@ -183,17 +183,52 @@ def test_damaged_archives(peerread_source, tmp_path):
         prepare("peerread", peerread_source, tmp_path / "to")
 
 
+@pytest.mark.parametrize("suffix", [".pkl", ".pt"])
+def test_pickles_are_refused_with_a_way_out(fixtures, tmp_path, suffix):
+    """43"""
+    path = tmp_path / f"imdb_train{suffix}"
+    path.write_bytes(b"\x80\x04.")
+    with pytest.raises(
+        DataError, match=r"must not be a pickle, which can run code when read.*: write its records as jsonl"
+    ):
+        prepare("imdb", tmp_path, tmp_path / "to")
+
+
+def test_long_texts_are_counted(fixtures, tmp_path):
+    """36: kept whole on disk, cut by the batches."""
+    shutil.copytree(fixtures / "imdb", tmp_path / "source")
+    with (tmp_path / "source" / "imdb_test.jsonl").open("a") as file:
+        file.write(json.dumps({"label": 1, "text": "x" * 5_000}) + "\n")
+    corpus = prepare("imdb", tmp_path / "source", tmp_path / "to")
+    assert corpus.manifest["facts"]["test: longer than 4,096 bytes"] == 1
+    assert corpus.splits["test"].sequences["text"].lengths.max() == 5_000
+
+
 def test_missing_sources_say_what_they_need(tmp_path, monkeypatch):
     monkeypatch.delenv("MGK_DATA", raising=False)
     with pytest.raises(DataError, match="imdb needs a folder of raw files, --from or MGK_DATA, got neither: Maas"):
         prepare("imdb", None, tmp_path / "x")
-    with pytest.raises(DataError, match="must hold imdb_train.jsonl.xz or .*, got none of them"):
+    with pytest.raises(DataError, match=r"must hold imdb_train\.jsonl\.xz or .*, got none of them"):
         prepare("imdb", tmp_path, tmp_path / "x")
     with pytest.raises(DataError, match=r"must be one of listops, .* got 'imbd' \(did you mean 'imdb'\?\)"):
         prepare("imbd", tmp_path, tmp_path / "x")
     with pytest.raises(ValueError, match="imdb has the options protocol, seed, got 'sed'"):
         prepare("imdb", tmp_path, tmp_path / "x", sed=1)
     assert len(KINDS) >= 8
+
+
+def test_real_checksums(real, tmp_path):
+    """Every manifest holds the checksums of the files it was made from, as the publisher of the folder lists them."""
+    listed = dict(line.split()[::-1] for line in (real / "SHA256SUMS").read_text().splitlines())
+    seen = set()
+    for name, options in {
+        "imdb": {}, "peerread": {}, "enwik8": {"size": 1000}, "wikitext2": {}, "multi30k": {"vocabulary": 300},
+        "iwslt14": {"vocabulary": 300},
+    }.items():  # fmt: skip
+        source = prepare(name, real, tmp_path / name, **options).manifest["source"]
+        assert source == {file: listed[file] for file in source}
+        seen |= set(source)
+    assert seen == set(listed) - {"tatoeba_deen.tar.xz"}
 
 
 def test_real_imdb(real, tmp_path):

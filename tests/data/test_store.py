@@ -47,10 +47,36 @@ def test_the_fingerprint_follows_the_content(tmp_path):
 
 
 def test_an_error_leaves_nothing_behind(tmp_path):
-    with pytest.raises(KeyboardInterrupt), Writer(tmp_path / "toy", "toy", {}, {}) as writer:
-        writer.numbers("train", "labels", np.arange(3))
-        raise KeyboardInterrupt
+    def interrupted():
+        with Writer(tmp_path / "toy", "toy", {}, {}) as writer:
+            writer.numbers("train", "labels", np.arange(3))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_ours_stays(tmp_path):
+    (tmp_path / "toy").mkdir()
+    write(tmp_path / "toy")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("years of work")
+    with pytest.raises(DataError, match="other must be a prepared corpus or not there, got something else"):
+        write(tmp_path / "other")
+    assert (tmp_path / "other" / "thesis.tex").read_text() == "years of work"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="file must be a prepared corpus or not there"):
+        write(tmp_path / "file")
+
+
+def test_empty_arrays(tmp_path):
+    with Writer(tmp_path / "toy", "toy", {}, {}) as writer:
+        writer.sequences("train", "text", np.zeros(0, dtype=np.uint8), [])
+        writer.numbers("train", "labels", np.zeros(0, dtype=np.int64))
+    corpus = load(tmp_path / "toy")
+    verify(corpus)
+    assert len(corpus.splits["train"].sequences["text"]) == 0
 
 
 def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):

@@ -7,7 +7,9 @@ at step k, ask for step k. Every class here has ``__len__`` (batches of an epoch
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,11 +32,37 @@ class Batches(Protocol):
     def batch(self, epoch: int, step: int) -> dict[str, Tensor]: ...
 
 
-def iterate(batches: Batches, epoch: int, start: int = 0, pin_memory: bool = False) -> Iterator[dict[str, Tensor]]:
-    """The batches of an epoch from ``start`` on, in pinned memory where a GPU will fetch them."""
-    for step in range(start, len(batches)):
+def iterate(
+    batches: Batches, epoch: int, start: int = 0, *, pin_memory: bool = False, ahead: int = 2
+) -> Iterator[dict[str, Tensor]]:
+    """The batches of an epoch from ``start`` on.
+
+    Args:
+        batches: where they come from.
+        epoch: which pass over the data.
+        start: the first step, to resume.
+        pin_memory: put them where a GPU can fetch them by itself.
+        ahead: how many a thread makes while the loop is busy with the one before; 0 makes them when asked for.
+    """
+
+    def make(step: int) -> dict[str, Tensor]:
         batch = batches.batch(epoch, step)
-        yield {name: tensor.pin_memory() for name, tensor in batch.items()} if pin_memory else batch
+        return {name: tensor.pin_memory() for name, tensor in batch.items()} if pin_memory else batch
+
+    if ahead == 0:
+        yield from map(make, range(start, len(batches)))
+        return
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="mgk-batches") as thread:
+        waiting = deque(thread.submit(make, step) for step in range(start, min(start + ahead, len(batches))))
+        try:
+            for step in range(start, len(batches)):
+                batch = waiting.popleft().result()
+                if step + ahead < len(batches):
+                    waiting.append(thread.submit(make, step + ahead))
+                yield batch
+        finally:
+            for future in waiting:
+                future.cancel()
 
 
 def padded(

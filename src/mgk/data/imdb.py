@@ -24,6 +24,8 @@ from mgk.data.store import Writer, checksum
 OPTIONS = {"protocol": "held-out", "seed": 0}
 PROTOCOLS = ("held-out", "published")
 HELD_OUT = 0.05
+LONGEST = 4096
+"""What the benchmark reads of a review. All of it is kept on disk; batches cut it."""
 
 Review = tuple[str, int]
 
@@ -43,6 +45,7 @@ def prepare(source: Path, folder: Path, progress: Progress = no_progress, **opti
             reviews = splits[name]
             writer.sequences(name, "text", *byte_text.encode([text for text, _ in reviews]))
             writer.numbers(name, "labels", np.array([label for _, label in reviews], dtype=np.int64))
+            writer.fact(f"{name}: longer than {LONGEST:,} bytes", sum(len(t.encode()) > LONGEST for t, _ in reviews))
 
 
 def read(source: Path) -> tuple[list[Path], dict[str, list[Review]]]:

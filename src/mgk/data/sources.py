@@ -24,7 +24,11 @@ def find(folder: Path, *names: str) -> Path:
         if (folder / name).is_file():
             return folder / name
     if not folder.is_dir():
+        refuse_pickle(folder)
         raise DataError(f"{folder} must be a folder with {' or '.join(names)}, got no folder")
+    for stem in {name.split(".")[0] for name in names}:
+        for path in folder.glob(f"{stem}*"):
+            refuse_pickle(path)
     raise DataError(f"{folder} must hold {' or '.join(names)}, got none of them")
 
 
@@ -52,9 +56,14 @@ def read_members(path: Path, *names: str) -> dict[str, bytes]:
                 if member.name.startswith("/") or ".." in parts:
                     raise DataError(f"{path} must not reach outside itself, got the member {member.name!r}")
                 if parts and parts[-1] in names and member.isfile():
+                    if parts[-1] in found:
+                        raise DataError(f"{path} must hold {parts[-1]} once, got it twice")
                     file = archive.extractfile(member)
                     assert file is not None
                     found[parts[-1]] = file.read()
+            # To the very end, where a compressed file has its checksum.
+            while archive.fileobj is not None and archive.fileobj.read(1 << 20):
+                pass
     except _DAMAGE as error:
         raise DataError(f"{path} must be a whole archive, got damage: {error}") from error
     missing = [name for name in names if name not in found]
@@ -115,6 +124,7 @@ def refuse_pickle(path: Path) -> None:
     """A pickle can run code while it is read."""
     if path.suffix in (".pkl", ".pickle", ".pt", ".pth"):
         raise DataError(
-            f"{path} must not be a pickle, which can run code when read, got {path.suffix}: "
-            "save it as text, csv or jsonl instead"
+            f"{path} must not be a pickle, which can run code when read, got {path.suffix}: write its records as jsonl "
+            'where you trust it, with python -c "import json, pickle, sys; '
+            "[print(json.dumps(r)) for r in pickle.load(open(sys.argv[1], 'rb'))]\" FILE"
         )

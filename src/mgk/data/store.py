@@ -100,6 +100,9 @@ class Writer:
         }  # fmt: skip
 
     def __enter__(self) -> Writer:
+        # What stands there may be replaced only if we put it there.
+        if self.folder.exists() and not (self.folder / MANIFEST).is_file() and not _is_empty(self.folder):
+            raise DataError(f"{self.folder} must be a prepared corpus or not there, got something else")
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self.temporary = Path(tempfile.mkdtemp(prefix=f".{self.folder.name}.", dir=self.folder.parent))
         return self
@@ -212,6 +215,10 @@ def verify(corpus: Corpus) -> None:
         found = _array_checksum(_map(path)) if name.endswith(".npy") else hashlib.sha256(path.read_bytes()).hexdigest()
         if found != expected:
             raise DataError(f"{path} must have SHA-256 {expected[:12]}..., got {found[:12]}...: prepare it again")
+
+
+def _is_empty(folder: Path) -> bool:
+    return folder.is_dir() and next(folder.iterdir(), None) is None
 
 
 def _array_checksum(array: NDArray[Any]) -> str:

@@ -76,13 +76,14 @@ def _words(content: bytes, where: str) -> list[str]:
 
 
 @functools.lru_cache(maxsize=4)
-def _vocabulary(path: Path) -> list[str]:
+def _vocabulary(path: Path, checksum: str) -> list[str]:
     return decode_bytes(path.read_bytes(), str(path)).split("\n")
 
 
 def vocabulary(corpus: Corpus) -> list[str]:
     """The words, from the most frequent on."""
-    return _vocabulary(corpus.folder / VOCABULARY_FILE)
+    # The checksum is there for the cache: a folder may have been prepared again.
+    return _vocabulary(corpus.folder / VOCABULARY_FILE, corpus.manifest["arrays"][VOCABULARY_FILE])
 
 
 def decode(corpus: Corpus, field: str, tokens: NDArray[Any]) -> str:
