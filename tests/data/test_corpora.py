@@ -28,6 +28,7 @@ def test_imdb_from_every_form(fixtures, tmp_path):
         text = corpus.splits["test"].sequences["text"]
         assert decode_bytes(corpus, "text", text[0]).startswith("The plot forgets itself")
         assert text.tokens.min() >= 1
+    assert list(corpus.manifest["source"]) == ["aclImdb"]
 
 
 def test_imdb_holds_out_a_share_of_both_classes(fixtures, tmp_path):

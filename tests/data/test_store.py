@@ -99,6 +99,14 @@ def test_prepared_again_it_stays_and_with_other_options_it_is_replaced(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["toy"]
 
 
+def test_a_damaged_corpus_is_replaced(tmp_path):
+    write(tmp_path / "toy")
+    path = tmp_path / "toy" / "train.text.tokens.npy"
+    path.write_bytes(path.read_bytes()[:-1])
+    write(tmp_path / "toy")
+    verify(load(tmp_path / "toy"))
+
+
 def test_two_at_once(tmp_path):
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=write, args=(tmp_path / "toy",)) for _ in range(4)]

@@ -7,6 +7,7 @@ training reviews instead; ``protocol="published"`` is the benchmark's own.
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import re
 from collections.abc import Iterator
@@ -35,12 +36,12 @@ def prepare(source: Path, folder: Path, progress: Progress = no_progress, **opti
     chosen = check_options("imdb", options, OPTIONS)
     if chosen["protocol"] not in PROTOCOLS:
         raise ValueError(f"protocol must be one of {', '.join(PROTOCOLS)}, got {chosen['protocol']!r}")
-    files, splits = read(source)
+    checksums, splits = read(source)
     if chosen["protocol"] == "published":
         splits["valid"] = splits["test"]
     else:
         splits["valid"], splits["train"] = _hold_out(splits["train"], int(chosen["seed"]))
-    with Writer(folder, "imdb", {path.name: checksum(path) for path in files}, chosen) as writer:
+    with Writer(folder, "imdb", checksums, chosen) as writer:
         for name in progress(("train", "valid", "test"), "bytes"):
             reviews = splits[name]
             writer.sequences(name, "text", *byte_text.encode([text for text, _ in reviews]))
@@ -48,12 +49,12 @@ def prepare(source: Path, folder: Path, progress: Progress = no_progress, **opti
             writer.fact(f"{name}: longer than {LONGEST:,} bytes", sum(len(t.encode()) > LONGEST for t, _ in reviews))
 
 
-def read(source: Path) -> tuple[list[Path], dict[str, list[Review]]]:
-    """The files that were read, and the reviews of both splits: from jsonl, csv or the original folders."""
+def read(source: Path) -> tuple[dict[str, str], dict[str, list[Review]]]:
+    """Checksums of what was read, and the reviews of both splits: from jsonl, csv or the original folders."""
     if (source / "aclImdb").is_dir() or (source / "train" / "pos").is_dir():
         return _read_folders(source / "aclImdb" if (source / "aclImdb").is_dir() else source)
     splits: dict[str, list[Review]] = {}
-    files = []
+    checksums = {}
     for name in ("train", "test"):
         stem = f"imdb_{name}"
         path = find(source, f"{stem}.jsonl.xz", f"{stem}.jsonl", f"{stem}.csv", f"{name}.csv")
@@ -61,8 +62,8 @@ def read(source: Path) -> tuple[list[Path], dict[str, list[Review]]]:
         splits[name] = [_checked(text, label, where) for text, label, where in reader(path)]
         if not splits[name]:
             raise DataError(f"{path} must hold at least one review, got none")
-        files.append(path)
-    return files, splits
+        checksums[path.name] = checksum(path)
+    return checksums, splits
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, int, str]]:
@@ -91,10 +92,10 @@ def _read_csv(path: Path) -> Iterator[tuple[str, int, str]]:
         yield row[columns["text"]], named[label], where
 
 
-def _read_folders(root: Path) -> tuple[list[Path], dict[str, list[Review]]]:
-    """``train/pos/0_9.txt`` and so on, in the order of their numbers."""
+def _read_folders(root: Path) -> tuple[dict[str, str], dict[str, list[Review]]]:
+    """``train/pos/0_9.txt`` and so on, in the order of their numbers. One checksum for all of them."""
     splits: dict[str, list[Review]] = {}
-    files: list[Path] = []
+    digest = hashlib.sha256()
     for name in ("train", "test"):
         splits[name] = []
         for label, part in enumerate(("neg", "pos")):
@@ -103,9 +104,11 @@ def _read_folders(root: Path) -> tuple[list[Path], dict[str, list[Review]]]:
             )
             if not paths:
                 raise DataError(f"{root / name / part} must hold reviews as .txt files, got none")
-            splits[name] += [_checked(decode(path.read_bytes(), str(path)), label, str(path)) for path in paths]
-            files += paths
-    return files, splits
+            for path in paths:
+                content = path.read_bytes()
+                digest.update(f"{name}/{part}/{path.name}".encode() + hashlib.sha256(content).digest())
+                splits[name].append(_checked(decode(content, str(path)), label, str(path)))
+    return {"aclImdb": digest.hexdigest()}, splits
 
 
 def _checked(text: str, label: int, where: str) -> Review:

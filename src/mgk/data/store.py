@@ -163,7 +163,7 @@ class Writer:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         self.temporary.chmod(0o755)
-        if self.folder.exists() and not is_current(self.folder, self.manifest):
+        if self.folder.exists() and not (is_current(self.folder, self.manifest) and _is_whole(self.folder)):
             shutil.rmtree(self.folder)
         try:
             self.temporary.rename(self.folder)
@@ -215,6 +215,14 @@ def verify(corpus: Corpus) -> None:
         found = _array_checksum(_map(path)) if name.endswith(".npy") else hashlib.sha256(path.read_bytes()).hexdigest()
         if found != expected:
             raise DataError(f"{path} must have SHA-256 {expected[:12]}..., got {found[:12]}...: prepare it again")
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        verify(load(folder))
+    except DataError:
+        return False
+    return True
 
 
 def _is_empty(folder: Path) -> bool:
