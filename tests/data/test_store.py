@@ -4,6 +4,8 @@ import errno
 import json
 import multiprocessing
 import os
+import resource
+import signal
 
 import numpy as np
 import pytest
@@ -80,9 +82,23 @@ def test_empty_arrays(tmp_path):
 
 
 def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
+    """As the system reports it, and as numpy does: here files may really not grow beyond 1,000 bytes."""
+
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, before[1]))
+    try:
+        with (
+            pytest.raises(DataError, match="must have room for the prepared corpus, got a full disk"),
+            Writer(tmp_path / "toy", "toy", {}, {}) as writer,
+        ):
+            writer.numbers("train", "labels", np.arange(10_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(np, "save", full)
     with pytest.raises(DataError, match="must have room for the prepared corpus, got a full disk"):
         write(tmp_path / "toy")

@@ -122,9 +122,13 @@ class Writer:
 
     def _explain(self, error: BaseException | None) -> None:
         """A full disk deserves a sentence; every other error speaks for itself."""
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if not isinstance(error, OSError):
+            return
+        # numpy reports a write that was cut short without saying why.
+        was_cut = error.errno is None and "requested and" in str(error)
+        if was_cut or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise DataError(
-                f"{self.folder.parent} must have room for the prepared corpus, got a full disk ({error.strerror})"
+                f"{self.folder.parent} must have room for the prepared corpus, got a full disk ({error})"
             ) from error
 
     def sequences(self, split: str, field: str, tokens: NDArray[Any], lengths: Sequence[int] | NDArray[Any]) -> None:
