@@ -270,6 +270,21 @@ def test_real_wikitext(real, tmp_path):
     assert text.split() == raw.split()
 
 
+def test_real_wikitext103_reader(real, tmp_path):
+    """Its training text cannot be had here: the real validation text takes its place, the other two are themselves."""
+    folder = tmp_path / "wikitext-103"
+    folder.mkdir()
+    with tarfile.open(real / "wikitext.tar.xz") as archive:
+        for split, member in (("train", "valid"), ("valid", "valid"), ("test", "test")):
+            content = archive.extractfile(f"wikitext103.wiki.{member}.tokens").read()
+            (folder / f"wiki.{split}.tokens").write_bytes(content)
+    corpus = prepare("wikitext103", tmp_path, tmp_path / "to")
+    tokens = {split: len(corpus.splits[split].sequences["text"].tokens) for split in corpus.splits}
+    assert tokens == {"train": 217_646, "valid": 217_646, "test": 245_569}
+    assert corpus.manifest["facts"]["valid: words that the training text does not have"] == 0
+    assert corpus.manifest["facts"]["test: words that the training text does not have"] > 0
+
+
 def test_real_enwik8(real, tmp_path):
     corpus = prepare("enwik8", real, tmp_path / "enwik8")
     parts = [corpus.splits[split].sequences["text"].tokens for split in ("train", "valid", "test")]
