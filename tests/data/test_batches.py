@@ -90,6 +90,27 @@ def test_ranks_share_an_epoch(ranks):
         assert together == alone.batch(0, step)["labels"].tolist()
 
 
+def test_no_sample_is_left_out_in_every_epoch():
+    """What fills no batch is another part each time, and not the longest."""
+    offsets = np.concatenate([[0], np.cumsum(np.arange(1, 101))])
+    sequences = Sequences(np.ones(offsets[-1], dtype=np.uint8), offsets)
+    samples = Samples(sequences=sequences, labels=np.arange(100), batch_size=32)
+    seen = {label for epoch in range(40) for batch in iterate(samples, epoch) for label in batch["labels"].tolist()}
+    assert seen == set(range(100))
+
+
+def test_the_last_samples_are_shared_out():
+    common = {"sequences": make_sequences(38), "labels": np.arange(38), "batch_size": 8, "drop_last": False}
+    shares = [Samples(**common, rank=rank, ranks=4) for rank in range(4)]
+    assert [len(share.batch(0, 1)["labels"]) for share in shares] == [2, 2, 1, 1]
+    seen = sorted(n for share in shares for batch in iterate(share, 0) for n in batch["labels"].tolist())
+    assert seen == list(range(38))
+    with pytest.raises(ValueError, match="every batch must hold a sample for each of 4 ranks, got 33 samples"):
+        Samples(**{**common, "labels": np.arange(33)}, ranks=4)
+    with pytest.raises(ValueError, match="got 7 samples in batches of 8 with drop_last=True"):
+        Samples(**{**common, "labels": np.arange(7), "drop_last": True})
+
+
 def test_lengths_are_alike_inside_a_batch():
     sequences = make_sequences(4000, 1000)
     padding = {}
@@ -133,8 +154,11 @@ def test_windows_read_the_stream_in_order():
     assert (second["input_ids"][:, 0] == first["input_ids"][:, -1] + 1).all()
     half = Windows(tokens=np.arange(1001), batch_size=4, length=10, rank=1, ranks=2)
     assert half.batch(0, 3)["input_ids"].equal(windows.batch(0, 3)["input_ids"][2:])
-    with pytest.raises(ValueError, match="tokens must be at least 44 for one batch, got 20"):
-        Windows(tokens=np.arange(20), batch_size=4, length=10)
+    with pytest.raises(ValueError, match="tokens must be at least 41 for one batch, got 40"):
+        Windows(tokens=np.arange(40), batch_size=4, length=10)
+    assert len(Windows(tokens=np.arange(41), batch_size=4, length=10)) == 1
+    with pytest.raises(ValueError, match="must be at least 1, got 4 and 0"):
+        Windows(tokens=np.arange(40), batch_size=4, length=0)
 
 
 def test_translations_fill_their_budget():
@@ -151,6 +175,8 @@ def test_translations_fill_their_budget():
     assert filled > 300
     first = [batch["input_ids"].shape for batch in iterate(batches, 0)]
     assert first != [batch["input_ids"].shape for batch in iterate(batches, 1)]
+    with pytest.raises(ValueError, match="shuffle=False must have one rank"):
+        Translations(source=source, target=target, max_tokens=400, shuffle=False, ranks=2)
     with pytest.raises(ValueError, match="max_tokens must hold the longest sentence of 40 tokens, got 30"):
         Translations(source=source, target=target, max_tokens=30)
 

@@ -100,6 +100,7 @@ def break_jsonl(folder, line):
         (b'{"label": 1, "text": "  "}', "record 3 must hold text, got an empty review"),
         (b'{"label": 1, "text": "x"', "record 3 must be JSON"),
         (b"[1, 2]", "record 3 must be an object, got list"),
+        (rb'{"label": 1, "text": "x\ud800"}', "record 3 must have whole characters in 'text', got half of a surrogate"),
         (b'{"label": 1, "text": "\xff"}', "record 3 must be UTF-8, got byte 0xff at offset 22"),
     ],
 )
@@ -137,6 +138,8 @@ def test_bad_columns_are_named(fixtures, tmp_path, row, message):
     [
         ("text,label\na,maybe\n", "record 1 must have a label of 0, neg, .*, got 'maybe'"),
         ("text,label\na\n", "record 1 must have 2 columns, got 1"),
+        ('text,label\na,1\n"b,0\nc,1\n', "record 2 must be csv, got unexpected end of data"),
+        ("\ufefftext,label\na,1\n", "must not start with a byte order mark"),
         ("text,text,label\na,b,1\n", "must have one column text or review, got the header text, text, label"),
         ("text,label\n", "must hold at least one review, got none"),
     ],

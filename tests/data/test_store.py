@@ -64,11 +64,14 @@ def test_what_is_not_ours_stays(tmp_path):
     write(tmp_path / "toy")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("years of work")
-    with pytest.raises(DataError, match="other must be a prepared corpus or not there, got something else"):
-        write(tmp_path / "other")
-    assert (tmp_path / "other" / "thesis.tex").read_text() == "years of work"
+    for manifest in (None, "{}", "[]", (tmp_path / "toy" / "manifest.json").read_text()):
+        if manifest is not None:
+            (tmp_path / "other" / "manifest.json").write_text(manifest)
+        with pytest.raises(DataError, match="other must be a prepared toy or not there, got something else"):
+            write(tmp_path / "other")
+        assert (tmp_path / "other" / "thesis.tex").read_text() == "years of work"
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="file must be a prepared corpus or not there"):
+    with pytest.raises(DataError, match="file must be a prepared toy or not there"):
         write(tmp_path / "file")
 
 
@@ -123,9 +126,20 @@ def test_a_damaged_corpus_is_replaced(tmp_path):
     verify(load(tmp_path / "toy"))
 
 
-def test_two_at_once(tmp_path):
+def test_a_missing_file_is_made_again(tmp_path):
+    write(tmp_path / "toy")
+    (tmp_path / "toy" / "vocabulary.txt").unlink()
+    with pytest.raises(DataError, match=r"vocabulary\.txt must be there"):
+        verify(load(tmp_path / "toy"))
+    write(tmp_path / "toy")
+    verify(load(tmp_path / "toy"))
+
+
+@pytest.mark.parametrize("seeds", [(0, 0, 0, 0), (0, 1, 2, 3)])
+def test_several_at_once(tmp_path, seeds):
+    """The same corpus, or with other options each: what is there in the end is whole."""
     context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=write, args=(tmp_path / "toy",)) for _ in range(4)]
+    workers = [context.Process(target=write, args=(tmp_path / "toy", seed)) for seed in seeds]
     for worker in workers:
         worker.start()
     for worker in workers:

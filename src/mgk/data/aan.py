@@ -21,6 +21,9 @@ def prepare(source: Path, folder: Path, progress: Progress = no_progress, **opti
     The texts are taken as they stand, escapes and all, as the benchmark does; ``longest`` bytes of each are kept.
     """
     chosen = check_options("aan", options, OPTIONS)
+    longest = chosen["longest"]
+    if not isinstance(longest, int) or longest < 1:
+        raise ValueError(f"longest must be an integer of at least 1, got {longest!r}")
     files = [find(source, name) for name in FILES.values()]
     documents: dict[str, str] = {}
     splits: dict[str, list[Pair]] = {}
@@ -30,7 +33,7 @@ def prepare(source: Path, folder: Path, progress: Progress = no_progress, **opti
             where = f"{path}, line {number:,}"
             label, first, second, first_text, second_text = columns(line, 5, where)
             for identifier, text in ((first, first_text), (second, second_text)):
-                cut = check_text(text, where).encode()[: int(chosen["longest"])].decode(errors="ignore")
+                cut = check_text(text, where).encode()[:longest].decode(errors="ignore")
                 if documents.setdefault(identifier, cut) != cut:
                     raise DataError(f"{where} must give {identifier} the text it had before, got another")
             splits[split].append(Pair(parse_label(label, where), first, second))

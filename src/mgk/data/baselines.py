@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from mgk.data import byte_text, listops
 from mgk.data.store import Corpus, Sequences
 
+# Entries of a table of counts, and tokens that are counted at once.
+LARGEST_TABLE = 2**24
+
 
 def majority(train: NDArray[Any], test: NDArray[Any]) -> float:
     """Accuracy on ``test`` of always saying the most frequent label of ``train``."""
@@ -42,16 +45,15 @@ class TfIdf:
 
 
 def best_threshold(scores: NDArray[np.float64], labels: NDArray[Any]) -> float:
-    """The score from which on saying 1 is right most often."""
+    """The score from which on saying 1 is right most often; infinity where it never is."""
     order = np.argsort(scores)
-    ones = labels[order] == 1
+    ordered, ones = scores[order], labels[order] == 1
     # Right, if everything before place i is called 0 and the rest 1.
     right = np.concatenate([[0], np.cumsum(~ones)]) + ones.sum() - np.concatenate([[0], np.cumsum(ones)])
+    # Equal scores cannot be told apart.
+    right[1:-1][ordered[1:] == ordered[:-1]] = -1
     place = int(right.argmax())
-    ordered = scores[order]
-    if place == 0:
-        return float(ordered[0])
-    return float(ordered[place - 1] + ordered[min(place, len(ordered) - 1)]) / 2
+    return float(ordered[place]) if place < len(ordered) else float("inf")
 
 
 def ngram_cross_entropy(train: Sequences, test: Sequences, vocabulary: int, order: int = 3) -> float:
@@ -63,7 +65,9 @@ def ngram_cross_entropy(train: Sequences, test: Sequences, vocabulary: int, orde
         raise ValueError(f"order must be small enough that {vocabulary} ** order fits 64 bits, got {order}")
     probability = np.full(len(test.tokens), 1.0 / vocabulary)
     for n in range(1, order + 1):
-        grams, seen = np.unique(_keys(train.tokens, n, vocabulary), return_counts=True)
+        grams, seen = _count(train.tokens, n, vocabulary)
+        if len(grams) == 0:
+            break
         histories, first, types = np.unique(grams // vocabulary, return_index=True, return_counts=True)
         totals = np.add.reduceat(seen, first)
         keys = _keys(test.tokens, n, vocabulary)
@@ -73,6 +77,19 @@ def ngram_cross_entropy(train: Sequences, test: Sequences, vocabulary: int, orde
         known = total > 0
         probability[n - 1 :][known] = ((count + kinds * lower) / np.maximum(total + kinds, 1))[known]
     return float(-np.log(probability).mean())
+
+
+def _count(tokens: NDArray[Any], n: int, vocabulary: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """All n-grams of a text in ascending order, and how often each occurs."""
+    possible = vocabulary**n
+    if possible > LARGEST_TABLE:
+        return np.unique(_keys(tokens, n, vocabulary), return_counts=True)
+    # One table of counts, filled piece by piece: sorting 90 million numbers would take gigabytes.
+    table = np.zeros(possible, dtype=np.int64)
+    for start in range(0, max(len(tokens) - n + 1, 0), LARGEST_TABLE):
+        table += np.bincount(_keys(tokens[start : start + LARGEST_TABLE + n - 1], n, vocabulary), minlength=possible)
+    grams = np.flatnonzero(table)
+    return grams, table[grams]
 
 
 def _keys(tokens: NDArray[Any], n: int, vocabulary: int) -> NDArray[np.int64]:

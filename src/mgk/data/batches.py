@@ -148,6 +148,12 @@ class Samples:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
         if self.pack and self.second is not None:
             raise ValueError("pack must be False for pairs, got True")
+        rest = len(self.labels) % (self.batch_size * self.ranks)
+        if len(self) == 0 or (not self.drop_last and 0 < rest < self.ranks):
+            raise ValueError(
+                f"every batch must hold a sample for each of {self.ranks} ranks, got {len(self.labels)} samples "
+                f"in batches of {self.batch_size} with drop_last={self.drop_last}"
+            )
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.labels), self.batch_size * self.ranks)
@@ -156,8 +162,9 @@ class Samples:
     def batch(self, epoch: int, step: int) -> dict[str, Tensor]:
         if not 0 <= step < len(self):
             raise IndexError(f"step must lie in [0, {len(self)}), got {step}")
-        begin = (step * self.ranks + self.rank) * self.batch_size
-        rows = self._order(epoch)[begin : begin + self.batch_size]
+        # All ranks together take the next samples; the last few are shared out evenly.
+        together = self.batch_size * self.ranks
+        rows = np.array_split(self._order(epoch)[step * together : (step + 1) * together], self.ranks)[self.rank]
         first = rows if self.first is None else self.first[rows]
         labels = torch.from_numpy(np.asarray(self.labels[rows], dtype=np.int64))
         if self.pack:
@@ -172,10 +179,12 @@ class Samples:
     def _order(self, epoch: int) -> NDArray[np.int64]:
         """All samples in the order of this epoch, made when its first batch is asked for."""
         epoch = epoch if self.shuffle else 0
-        if epoch not in self._orders:
+        order = self._orders.get(epoch)
+        if order is None:
+            order = self._make_order(epoch)
             self._orders.clear()
-            self._orders[epoch] = self._make_order(epoch)
-        return self._orders[epoch]
+            self._orders[epoch] = order
+        return order
 
     def _make_order(self, epoch: int) -> NDArray[np.int64]:
         count = len(self.labels)
@@ -189,12 +198,13 @@ class Samples:
         size = np.minimum(size, self.longest)
         # Sort inside pools of batches, then shuffle whole batches: alike inside a batch, random from batch to batch.
         together = self.batch_size * self.ranks
-        pool = np.arange(count) // (together * POOL)
-        order = order[np.lexsort((size, pool))]
         batches = count // together
-        whole = order[: batches * together].reshape(batches, together)
+        # What fills no batch is chosen before: after sorting it would always be the longest.
+        sorted_part, rest = order[: batches * together], order[batches * together :]
+        pool = np.arange(len(sorted_part)) // (together * POOL)
+        whole = sorted_part[np.lexsort((size[: len(sorted_part)], pool))].reshape(batches, together)
         mixed = whole[np.random.default_rng([self.seed, epoch, 1]).permutation(batches)]
-        return np.concatenate([mixed.reshape(-1), order[batches * together :]])
+        return np.concatenate([mixed.reshape(-1), rest])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -202,7 +212,8 @@ class Windows:
     """A long stream of tokens, cut into ``batch_size`` contiguous rows that are read window by window.
 
     ``batch`` gives ``input_ids`` and ``shift_labels``, the token after each, ``[batch_size, length]``. Nothing is
-    shuffled, as in the paper's language models; epochs are alike.
+    shuffled, as in the paper's language models; epochs are alike. The last tokens of a row that fill no window are left
+    out: a perplexity of all tokens needs windows of its own.
     """
 
     tokens: NDArray[Any]
@@ -215,8 +226,10 @@ class Windows:
         _check_share(self.rank, self.ranks)
         if self.batch_size % self.ranks != 0:
             raise ValueError(f"batch_size must be a multiple of the {self.ranks} ranks, got {self.batch_size}")
-        if len(self) < 1:
-            needed = self.batch_size * (self.length + 1)
+        if self.batch_size < 1 or self.length < 1:
+            raise ValueError(f"batch_size and length must be at least 1, got {self.batch_size} and {self.length}")
+        needed = self.batch_size * self.length + 1
+        if len(self.tokens) < needed:
             raise ValueError(f"tokens must be at least {needed:,} for one batch, got {len(self.tokens):,}")
 
     @property
@@ -241,7 +254,8 @@ class Windows:
 class Translations:
     """Pairs of sentences in batches of at most ``max_tokens`` tokens, padding counted, sentences of similar length.
 
-    ``batch`` gives ``input_ids``, ``attention_mask`` and ``labels`` (-100 at padding), as the models take them.
+    ``batch`` gives ``input_ids``, ``attention_mask`` and ``labels`` (-100 at padding), as the models take them. With
+    several ranks an epoch leaves out fewer batches than there are ranks, other ones every time.
     """
 
     source: Sequences
@@ -259,6 +273,8 @@ class Translations:
             raise ValueError(
                 f"source and target must have as many sentences, got {len(self.source)}, {len(self.target)}"
             )
+        if not self.shuffle and self.ranks > 1:
+            raise ValueError(f"shuffle=False must have one rank, since several leave batches out, got {self.ranks}")
         longest = int(np.maximum(self.source.lengths, self.target.lengths).max(initial=0))
         if longest > self.max_tokens:
             raise ValueError(f"max_tokens must hold the longest sentence of {longest} tokens, got {self.max_tokens}")

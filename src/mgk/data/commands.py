@@ -15,6 +15,7 @@ from rich.progress import track
 from rich.table import Table
 
 from mgk.data import baselines, registry
+from mgk.data.kind import check_options
 from mgk.data.store import Corpus, Split
 
 T = TypeVar("T")
@@ -45,7 +46,9 @@ def prepare(
     folder: Folder = None,
 ) -> None:
     """Read the raw files, check every record, and write token arrays. Safe to interrupt, and to run twice at once."""
-    corpus = registry.prepare(name, source, folder, _progress, **dict(map(_parse_option, options or [])))
+    chosen = dict(map(_parse_option, options or []))
+    check_options(name, chosen, registry.find_kind(name).options)
+    corpus = registry.prepare(name, source, folder, _progress, **chosen)
     Console().print(_counts(corpus))
     typer.echo(f"{corpus.folder}")
 

@@ -22,9 +22,9 @@ OPTIONS = {"size": SIZE}
 def prepare(source: Path, folder: Path, progress: Progress = no_progress, **options: Any) -> None:
     """Write the bytes as they are: id = byte. ``size`` takes a piece from the front, for quick runs and tests."""
     chosen = check_options("enwik8", options, OPTIONS)
-    size = int(chosen["size"])
-    if not 100 <= size <= SIZE:
-        raise ValueError(f"size must lie in [100, {SIZE:,}], got {size}")
+    size = chosen["size"]
+    if not isinstance(size, int) or not 100 <= size <= SIZE:
+        raise ValueError(f"size must be an integer in [100, {SIZE:,}], got {size!r}")
     path = find(source, "enwik8.xz", "enwik8", "enwik8.gz")
     content = np.frombuffer(read_bytes(path), dtype=np.uint8)
     if size == SIZE and hashlib.md5(content.data).hexdigest() != MD5:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,11 +37,13 @@ def prepare(source: Path, folder: Path, progress: Progress = no_progress, **opti
     chosen = check_options("imdb", options, OPTIONS)
     if chosen["protocol"] not in PROTOCOLS:
         raise ValueError(f"protocol must be one of {', '.join(PROTOCOLS)}, got {chosen['protocol']!r}")
+    if not isinstance(chosen["seed"], int):
+        raise ValueError(f"seed must be an integer, got {chosen['seed']!r}")
     checksums, splits = read(source)
     if chosen["protocol"] == "published":
         splits["valid"] = splits["test"]
     else:
-        splits["valid"], splits["train"] = _hold_out(splits["train"], int(chosen["seed"]))
+        splits["valid"], splits["train"] = _hold_out(splits["train"], chosen["seed"])
     with Writer(folder, "imdb", checksums, chosen) as writer:
         for name in progress(("train", "valid", "test"), "bytes"):
             reviews = splits[name]
@@ -73,7 +76,10 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, int, str]]:
 
 def _read_csv(path: Path) -> Iterator[tuple[str, int, str]]:
     """With a header that names the columns ``text`` (or ``review``) and ``label`` (or ``sentiment``)."""
-    rows = csv.reader(io.StringIO(decode(read_bytes(path), str(path)), newline=""))
+    text = decode(read_bytes(path), str(path))
+    if text.startswith("\ufeff"):
+        raise DataError(f"{path} must not start with a byte order mark, got one")
+    rows = _csv_rows(csv.reader(io.StringIO(text, newline=""), strict=True), path)
     header = [name.strip().lower() for name in next(rows, [])]
     columns = {}
     for wanted, names in {"text": ("text", "review"), "label": ("label", "sentiment")}.items():
@@ -90,6 +96,17 @@ def _read_csv(path: Path) -> Iterator[tuple[str, int, str]]:
         if label not in named:
             raise DataError(f"{where} must have a label of {', '.join(named)}, got {label!r}")
         yield row[columns["text"]], named[label], where
+
+
+def _csv_rows(reader: Iterator[list[str]], path: Path) -> Iterator[list[str]]:
+    """The rows; an unclosed quote or an endless field names its record."""
+    for number in itertools.count():
+        try:
+            yield next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise DataError(f"{path}, record {number:,} must be csv, got {error}") from error
 
 
 def _read_folders(root: Path) -> tuple[dict[str, str], dict[str, list[Review]]]:

@@ -71,4 +71,7 @@ def prepare(
 def open_corpus(name: str, folder: str | Path | None = None) -> Corpus:
     """Map a corpus that has been prepared."""
     find_kind(name)
-    return load(default_folder(name) if folder is None else folder)
+    corpus = load(default_folder(name) if folder is None else folder)
+    if corpus.name != name:
+        raise DataError(f"{corpus.folder} must hold {name}, got {corpus.name}")
+    return corpus

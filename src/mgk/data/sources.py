@@ -107,8 +107,11 @@ def json_records(path: Path, fields: dict[str, type]) -> Iterator[dict[str, Any]
         for field, kind in fields.items():
             if field not in record:
                 raise DataError(f"{where} must have the field {field!r}, got {', '.join(record)}")
-            if not isinstance(record[field], kind) or isinstance(record[field], bool):
-                raise DataError(f"{where} must have {kind.__name__} in {field!r}, got {record[field]!r:.60}")
+            value = record[field]
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise DataError(f"{where} must have {kind.__name__} in {field!r}, got {value!r:.60}")
+            if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
+                raise DataError(f"{where} must have whole characters in {field!r}, got half of a surrogate pair")
         yield record
 
 

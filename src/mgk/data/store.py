@@ -12,6 +12,7 @@ A folder appears in one rename, when everything in it is written: what can be se
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -95,14 +96,18 @@ class Writer:
     def __init__(self, folder: Path, name: str, source: Mapping[str, str], options: Mapping[str, Any]) -> None:
         self.folder = folder
         self.manifest: dict[str, Any] = {
-            "name": name, "format": FORMAT, "mgk": mgk.__version__, "source": dict(source), "options": dict(options),
+            "name": name, "format": FORMAT, "mgk": mgk.__version__, "source": dict(source),
+            # As they will read when loaded.
+            "options": json.loads(json.dumps(dict(options))),
             "splits": {}, "arrays": {}, "facts": {},
         }  # fmt: skip
 
     def __enter__(self) -> Writer:
         # What stands there may be replaced only if we put it there.
-        if self.folder.exists() and not (self.folder / MANIFEST).is_file() and not _is_empty(self.folder):
-            raise DataError(f"{self.folder} must be a prepared corpus or not there, got something else")
+        if self.folder.exists() and not (_is_empty(self.folder) or _is_ours(self.folder, self.manifest["name"])):
+            raise DataError(
+                f"{self.folder} must be a prepared {self.manifest['name']} or not there, got something else"
+            )
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self.temporary = Path(tempfile.mkdtemp(prefix=f".{self.folder.name}.", dir=self.folder.parent))
         return self
@@ -167,23 +172,50 @@ class Writer:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         self.temporary.chmod(0o755)
-        if self.folder.exists() and not (is_current(self.folder, self.manifest) and _is_whole(self.folder)):
-            shutil.rmtree(self.folder)
+        parent = os.open(self.folder.parent, os.O_RDONLY)
         try:
-            self.temporary.rename(self.folder)
-        except OSError as error:
-            # Somebody else prepared the same and was faster: theirs stays.
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
+            # One at a time: another process may be about to put the same folder there.
+            fcntl.flock(parent, fcntl.LOCK_EX)
+            if _is_same(self.folder, self.manifest):
+                return
+            if self.folder.exists():
+                # Out of the way first, so that at no time half of it is seen.
+                aside = self.temporary.with_name(f"{self.temporary.name}.old")
+                self.folder.rename(aside)
+                self.temporary.rename(self.folder)
+                shutil.rmtree(aside, ignore_errors=True)
+            else:
+                self.temporary.rename(self.folder)
+            os.fsync(parent)
+        finally:
+            os.close(parent)
 
 
-def is_current(folder: Path, manifest: Mapping[str, Any]) -> bool:
-    """Whether the folder holds what this manifest would make: same format, source and options."""
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest, or nothing where there is none that could be ours."""
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) and {"name", "format", "arrays", "splits"} <= found.keys() else {}
+
+
+def _is_ours(folder: Path, name: str) -> bool:
+    """Whether we put everything there that is there."""
+    found = _read_manifest(folder)
+    return bool(found) and found["name"] == name and {p.name for p in folder.iterdir()} <= {MANIFEST, *found["arrays"]}
+
+
+def _is_same(folder: Path, manifest: Mapping[str, Any]) -> bool:
+    """Whether the folder holds exactly this already, undamaged."""
+    found = _read_manifest(folder)
+    if any(found.get(key) != manifest[key] for key in ("name", "format", "source", "options", "arrays")):
         return False
-    return all(found.get(key) == manifest[key] for key in ("name", "format", "source", "options"))
+    try:
+        verify(load(folder))
+    except DataError:
+        return False
+    return True
 
 
 def load(folder: str | Path) -> Corpus:
@@ -216,17 +248,9 @@ def verify(corpus: Corpus) -> None:
     """Read everything once and compare it with the checksums of the manifest."""
     for name, expected in corpus.manifest["arrays"].items():
         path = corpus.folder / name
-        found = _array_checksum(_map(path)) if name.endswith(".npy") else hashlib.sha256(path.read_bytes()).hexdigest()
+        found = _array_checksum(_map(path)) if name.endswith(".npy") else _file_checksum(path)
         if found != expected:
             raise DataError(f"{path} must have SHA-256 {expected[:12]}..., got {found[:12]}...: prepare it again")
-
-
-def _is_whole(folder: Path) -> bool:
-    try:
-        verify(load(folder))
-    except DataError:
-        return False
-    return True
 
 
 def _is_empty(folder: Path) -> bool:
@@ -242,6 +266,13 @@ def _map(path: Path) -> NDArray[Any]:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"{path} must be a whole array, got {error}") from error
+
+
+def _file_checksum(path: Path) -> str:
+    try:
+        return checksum(path)
+    except OSError as error:
+        raise DataError(f"{path} must be there, got {error.strerror}: prepare it again") from error
 
 
 def checksum(path: Path) -> str:
