@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup test lint format bench accuracy clean
+.PHONY: setup test lint format bench bench-data accuracy clean
 
 setup: $(READY)  ## virtual environment in .venv with everything the tests need
 
@@ -28,6 +28,9 @@ format: $(READY)
 
 bench: $(READY)  ## speed of attention on this CPU, next to stock softmax
 	$(BIN)/python benchmarks/cpu_attention.py
+
+bench-data: $(READY)  ## time and memory of preparing the corpora in DATA, and of one batch: results/bench/data-cpu.json
+	$(BIN)/python benchmarks/data.py $(DATA)
 
 accuracy: $(READY)  ## errors against fp64: results/accuracy/cpu.json and the table of docs/numerics.md
 	$(BIN)/python benchmarks/accuracy.py

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -68,20 +69,29 @@ def iterate(
 def padded(
     sequences: Sequences, rows: NDArray[np.int64], longest: int, width: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sequences as ``input_ids`` and ``attention_mask``, ``[rows, width]``, padded on the right with 0.
+    """Sequences as ``input_ids`` and ``attention_mask`` (int8), ``[rows, width]``, padded on the right with 0.
 
     Each is cut to ``longest`` tokens; ``width=None`` is the longest of these rows.
     """
     starts = sequences.offsets[rows]
     lengths = np.minimum(sequences.offsets[rows + 1] - starts, longest)
     width = int(lengths.max(initial=1)) if width is None else width
-    column = np.arange(width)
-    mask = column < lengths[:, None]
-    # Padding points at the last token of its row, which is there, and is then overwritten.
-    places = starts[:, None] + np.minimum(column, np.maximum(lengths - 1, 0)[:, None])
-    # Small numbers are multiplied faster than large ones are chosen.
-    tokens = np.take(sequences.tokens, places, mode="clip") * mask
-    return torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(mask.astype(np.int64))
+    mask = np.arange(width) < lengths[:, None]
+    # In the type of the disk: every large array that is made anew for each batch costs more than it looks.
+    tokens = _windows(sequences.tokens, starts, width) * mask
+    return torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(mask.view(np.int8))
+
+
+def _windows(tokens: NDArray[Any], starts: NDArray[np.int64], width: int) -> NDArray[Any]:
+    """``tokens[start : start + width]`` for every start, ``[starts, width]``, the last token again beyond the end."""
+    last = len(tokens) - width
+    if last < 0:
+        return np.take(tokens, starts[:, None] + np.arange(width), mode="clip")
+    windows = sliding_window_view(tokens, width)[np.minimum(starts, last)]
+    late = starts > last
+    if late.any():
+        windows[late] = np.take(tokens, starts[late, None] + np.arange(width), mode="clip")
+    return windows
 
 
 def packed(sequences: Sequences, rows: NDArray[np.int64], longest: int) -> dict[str, Tensor]:

@@ -47,6 +47,7 @@ def prepare(
 ) -> None:
     """Read the raw files, check every record, and write token arrays. Safe to interrupt, and to run twice at once."""
     chosen = dict(map(_parse_option, options or []))
+    # Before they become keyword arguments, where source=x would collide with another.
     check_options(name, chosen, registry.find_kind(name).options)
     corpus = registry.prepare(name, source, folder, _progress, **chosen)
     Console().print(_counts(corpus))

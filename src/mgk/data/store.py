@@ -11,8 +11,8 @@ A folder appears in one rename, when everything in it is written: what can be se
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -29,6 +29,12 @@ from numpy.typing import NDArray
 
 import mgk
 from mgk.data.errors import DataError
+
+try:
+    import fcntl
+except ImportError:  # pragma: no cover
+    # Windows has no such locks: there two preparations at once are on their own.
+    fcntl = None  # type: ignore[assignment]
 
 FORMAT = 1
 """Counts up when the layout on disk changes: an older folder is prepared anew."""
@@ -172,23 +178,30 @@ class Writer:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         self.temporary.chmod(0o755)
-        parent = os.open(self.folder.parent, os.O_RDONLY)
-        try:
-            # One at a time: another process may be about to put the same folder there.
-            fcntl.flock(parent, fcntl.LOCK_EX)
+        with _one_at_a_time(self.folder.parent):
             if _is_same(self.folder, self.manifest):
                 return
+            aside = self.temporary.with_name(f"{self.temporary.name}.old")
             if self.folder.exists():
                 # Out of the way first, so that at no time half of it is seen.
-                aside = self.temporary.with_name(f"{self.temporary.name}.old")
                 self.folder.rename(aside)
-                self.temporary.rename(self.folder)
-                shutil.rmtree(aside, ignore_errors=True)
-            else:
-                self.temporary.rename(self.folder)
-            os.fsync(parent)
-        finally:
-            os.close(parent)
+            self.temporary.rename(self.folder)
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(parent: Path) -> Iterator[None]:
+    """Other processes that would move a folder there wait, and what was moved is on disk at the end."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(parent, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

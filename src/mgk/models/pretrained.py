@@ -105,7 +105,11 @@ class MGKPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Every parameter and buffer of one module, through transformers' functions: they skip what was loaded."""
+        """Every parameter and buffer of one module.
+
+        Through transformers' functions, which skip what was loaded, or torch's ``nn.init``, which transformers makes do
+        the same while it calls this.
+        """
         std = self.config.initializer_range
         if isinstance(module, nn.Linear):
             self._init_linear(module)
@@ -114,10 +118,8 @@ class MGKPreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, std=self.config.hidden_size**-0.5 if xavier else std)
         elif isinstance(module, AdaptiveSoftmax):
             module.reset_parameters(std)
-        elif isinstance(module, ShiftedKeys):
-            init.normal_(module.shift, std=module.init_std)
-        elif isinstance(module, LearnedPrior):
-            init.zeros_(module.logits)
+        elif isinstance(module, (ShiftedKeys, LearnedPrior)):
+            module.reset_parameters()
         elif isinstance(module, EMPrior):
             init.constant_(module.log_prior, -math.log(module.log_prior.shape[1]))
         elif isinstance(module, LearnedVariance):
