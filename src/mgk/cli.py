@@ -15,6 +15,7 @@ except ImportError as error:  # pragma: no cover
     raise SystemExit("the command mgk needs typer and transformers: pip install 'mgk[models]'") from error
 
 from mgk.data.commands import app as data_app
+from mgk.training.commands import register as register_training
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,6 +24,7 @@ app = typer.Typer(
     help="Attention with a mixture of Gaussian keys.", no_args_is_help=True, pretty_exceptions_enable=False
 )
 app.add_typer(data_app, name="data")
+register_training(app)
 
 
 def main() -> None:

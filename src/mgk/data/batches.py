@@ -7,9 +7,12 @@ at step k, ask for step k. Every class here has ``__len__`` (batches of an epoch
 from __future__ import annotations
 
 import functools
+import itertools
+import queue
+import threading
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,6 +22,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mgk.data.errors import DataError
 from mgk.data.store import Sequences
 
 # Batches that are sorted by length together: enough that neighbours are alike, few enough that epochs differ.
@@ -32,9 +36,19 @@ class Batches(Protocol):
 
     def batch(self, epoch: int, step: int) -> dict[str, Tensor]: ...
 
+    def rows(self, epoch: int, step: int) -> NDArray[np.int64]:
+        """Which samples make this batch; of a stream, at which token each row starts."""
+
 
 def iterate(
-    batches: Batches, epoch: int, start: int = 0, *, pin_memory: bool = False, ahead: int = 2
+    batches: Batches,
+    epoch: int,
+    start: int = 0,
+    *,
+    pin_memory: bool = False,
+    workers: int = 1,
+    timeout: float | None = None,
+    name: str = "batches",
 ) -> Iterator[dict[str, Tensor]]:
     """The batches of an epoch from ``start`` on.
 
@@ -43,27 +57,66 @@ def iterate(
         epoch: which pass over the data.
         start: the first step, to resume.
         pin_memory: put them where a GPU can fetch them by itself.
-        ahead: how many a thread makes while the loop is busy with the one before; 0 makes them when asked for.
+        workers: threads that make batches while the loop is busy, two ahead each; 0 makes them when asked for. The
+            batches are the same.
+        timeout: seconds after which a batch that does not come is an error.
+        name: of the data, for errors.
     """
+    if workers < 0:
+        raise ValueError(f"workers must be at least 0, got {workers}")
 
     def make(step: int) -> dict[str, Tensor]:
-        batch = batches.batch(epoch, step)
-        return {name: tensor.pin_memory() for name, tensor in batch.items()} if pin_memory else batch
+        try:
+            batch = batches.batch(epoch, step)
+            return {name: tensor.pin_memory() for name, tensor in batch.items()} if pin_memory else batch
+        except Exception as error:
+            maker = threading.current_thread().name
+            raise DataError(
+                f"{name} must give batch {step} of epoch {epoch}, got {type(error).__name__} in {maker}: {error}"
+            ) from error
 
-    if ahead == 0:
+    if workers == 0:
         yield from map(make, range(start, len(batches)))
         return
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="mgk-batches") as thread:
-        waiting = deque(thread.submit(make, step) for step in range(start, min(start + ahead, len(batches))))
-        try:
-            for step in range(start, len(batches)):
-                batch = waiting.popleft().result()
-                if step + ahead < len(batches):
-                    waiting.append(thread.submit(make, step + ahead))
-                yield batch
-        finally:
-            for future in waiting:
-                future.cancel()
+    asked: queue.SimpleQueue[tuple[int, Future[dict[str, Tensor]]] | None] = queue.SimpleQueue()
+
+    def work() -> None:
+        while (order := asked.get()) is not None:
+            step, future = order
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(make(step))
+                except DataError as error:
+                    future.set_exception(error)
+
+    # Daemons: one that hangs must not keep the process from ending, as those of concurrent.futures would.
+    for number in range(workers):
+        threading.Thread(target=work, name=f"mgk-batches-{number}", daemon=True).start()
+    waiting: deque[Future[dict[str, Tensor]]] = deque()
+    steps = iter(range(start, len(batches)))
+
+    def ask(count: int) -> None:
+        for step in itertools.islice(steps, count):
+            waiting.append(Future())
+            asked.put((step, waiting[-1]))
+
+    try:
+        ask(2 * workers)
+        for step in range(start, len(batches)):
+            try:
+                batch = waiting.popleft().result(timeout)
+            except TimeoutError as error:
+                raise DataError(
+                    f"{name} must give batch {step} of epoch {epoch} within {timeout:g} seconds, got none: "
+                    f"is the disk still there?"
+                ) from error
+            ask(1)
+            yield batch
+    finally:
+        for future in waiting:
+            future.cancel()
+        for _ in range(workers):
+            asked.put(None)
 
 
 def padded(
@@ -170,12 +223,15 @@ class Samples:
         whole, rest = divmod(len(self.labels), self.batch_size * self.ranks)
         return whole if self.drop_last or rest == 0 else whole + 1
 
-    def batch(self, epoch: int, step: int) -> dict[str, Tensor]:
+    def rows(self, epoch: int, step: int) -> NDArray[np.int64]:
         if not 0 <= step < len(self):
             raise IndexError(f"step must lie in [0, {len(self)}), got {step}")
         # All ranks together take the next samples; the last few are shared out evenly.
         together = self.batch_size * self.ranks
-        rows = np.array_split(self._order(epoch)[step * together : (step + 1) * together], self.ranks)[self.rank]
+        return np.array_split(self._order(epoch)[step * together : (step + 1) * together], self.ranks)[self.rank]
+
+    def batch(self, epoch: int, step: int) -> dict[str, Tensor]:
+        rows = self.rows(epoch, step)
         first = rows if self.first is None else self.first[rows]
         labels = torch.from_numpy(np.asarray(self.labels[rows], dtype=np.int64))
         if self.pack:
@@ -251,12 +307,14 @@ class Windows:
     def __len__(self) -> int:
         return self.row // self.length
 
-    def batch(self, epoch: int, step: int) -> dict[str, Tensor]:
+    def rows(self, epoch: int, step: int) -> NDArray[np.int64]:
         if not 0 <= step < len(self):
             raise IndexError(f"step must lie in [0, {len(self)}), got {step}")
         mine = self.batch_size // self.ranks
-        rows = np.arange(self.rank * mine, (self.rank + 1) * mine)
-        places = rows[:, None] * self.row + step * self.length + np.arange(self.length + 1)
+        return np.arange(self.rank * mine, (self.rank + 1) * mine) * self.row + step * self.length
+
+    def batch(self, epoch: int, step: int) -> dict[str, Tensor]:
+        places = self.rows(epoch, step)[:, None] + np.arange(self.length + 1)
         tokens = torch.from_numpy(self.tokens[places].astype(np.int64))
         return {"input_ids": tokens[:, :-1].contiguous(), "shift_labels": tokens[:, 1:].contiguous()}
 
@@ -293,12 +351,15 @@ class Translations:
     def __len__(self) -> int:
         return len(self._cuts) // self.ranks
 
-    def batch(self, epoch: int, step: int) -> dict[str, Tensor]:
+    def rows(self, epoch: int, step: int) -> NDArray[np.int64]:
         if not 0 <= step < len(self):
             raise IndexError(f"step must lie in [0, {len(self)}), got {step}")
         order = _shuffled(len(self._cuts), self.seed, epoch) if self.shuffle else np.arange(len(self._cuts))
         begin, end = self._cuts[order[step * self.ranks + self.rank]]
-        rows = self._sorted[begin:end]
+        return self._sorted[begin:end]
+
+    def batch(self, epoch: int, step: int) -> dict[str, Tensor]:
+        rows = self.rows(epoch, step)
         tokens, mask = padded(self.source, rows, self.max_tokens)
         labels, label_mask = padded(self.target, rows, self.max_tokens)
         return {"input_ids": tokens, "attention_mask": mask, "labels": labels.masked_fill(label_mask == 0, -100)}

@@ -144,10 +144,15 @@ class _GatherResponsibilities(torch.autograd.Function):
         return (grads[0], sums, None, None, None, None, *[None] * len(tensors))
 
 
-def update_priors(model: nn.Module) -> None:
+def update_priors(model: nn.Module, skip: Tensor | None = None) -> None:
     """The M-step for every ``prior="em"`` in ``model``: call it once after each optimiser step.
 
     Under ``torch.distributed`` the sums of all ranks are added up first, in one message, so that the ranks agree.
+
+    Args:
+        model: may have none.
+        skip: a boolean scalar. Where it is true the priors stay as they are and what was gathered is thrown away, for a
+            step that the optimiser skipped. It is not read on the host.
     """
     priors = [module for module in model.modules() if isinstance(module, EMPrior)]
     if not priors:
@@ -158,4 +163,5 @@ def update_priors(model: nn.Module) -> None:
         dist.all_reduce(message)
         sums = [part.view_as(s) for part, s in zip(message.split([s.numel() for s in sums]), sums, strict=True)]
     for prior, total in zip(priors, sums, strict=True):
-        prior.update(total)
+        # No pairs at all: that keeps a prior.
+        prior.update(total if skip is None else torch.where(skip, 0.0, total))

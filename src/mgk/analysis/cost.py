@@ -1,0 +1,158 @@
+"""What a model costs: parameters, floating-point operations, bytes of cache."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mgk.analysis.evaluation_mode import evaluation_mode
+from mgk.models import AdaptiveSoftmax, MGKConfig
+from mgk.nn import PRESETS, MixtureAttention
+
+
+def parameters(model: nn.Module) -> int:
+    """Numbers in all parameters; a table that two modules share counts once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def embedding_parameters(model: nn.Module) -> int:
+    """Numbers in the tables of tokens and of learned positions; a table that two modules share counts once.
+
+    An output layer that is tied to the tokens' table is this table; one of its own is no embedding.
+    """
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    return sum(table.numel() for table in tables)
+
+
+def forward_flops(model: nn.Module, **inputs: Any) -> int:
+    """Floating-point operations of the matrix products in one forward pass on these inputs.
+
+    A product of ``[m, k]`` and ``[k, n]`` counts ``2 m k n``. What is counted, for the shapes that really occur (every
+    padded token included):
+
+    - each call of an ``nn.Linear``, and of the adaptive softmax: with ``labels`` its clusters cost what the targets
+      inside them cost, without them it forms the whole vocabulary;
+    - each attention, by the identities of mixture attention and not by what a backend does: ``sdpa`` repeats values
+      for M components, ``chunked`` works in blocks. With B sequences, H query and G key/value heads of width D::
+
+          q.k       2 B H Nq Nk D      once for shifted keys (q.(k + b_r) = q.k + q.b_r), M times for M projected
+                                       keys, and for shifted keys that ``qk_norm`` normalises after the shift
+          q.b_r     2 B H Nq M D       shifted keys
+          k.b_r     2 B G Nk M D       shifted keys under the Gaussian similarity, for |k + b_r|^2
+          weight.v  2 B H Nq Nk Dv
+
+    Causal attention counts the full square, as torch's own counter does. Norms, softmax, activations, biases,
+    embeddings and rotary positions count nothing; neither do matrix products of modules from elsewhere.
+
+    The pass is really run, in evaluation mode and without gradients, and leaves the model as it was (but a cache
+    among the inputs filled). A model and inputs on the ``meta`` device cost neither time nor memory; there only the
+    adaptive softmax with ``labels`` cannot be counted.
+
+    Args:
+        model: any module made of the library's attention.
+        inputs: what its ``forward`` takes.
+    """
+    counter = _Counter()
+    with evaluation_mode(model), counter.watching(model):
+        model(**inputs)
+    return counter.total
+
+
+def training_flops(model: nn.Module, **inputs: Any) -> int:
+    """Forward and backward: three times :func:`forward_flops`, since each product has two in the backward pass.
+
+    Recomputation, by activation checkpointing or inside a backend, is not counted.
+    """
+    return 3 * forward_flops(model, **inputs)
+
+
+def cache_bytes_per_token(config: MGKConfig, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Bytes of keys and values that all layers keep for one token, in ``dtype``.
+
+    ``layers * kv_heads * (key width + head_dim)`` numbers: the key is ``head_dim`` wide where shifts are added on
+    reading, and M times that for projected keys and, with ``qk_norm``, for shifted ones. An encoder keeps nothing after
+    its forward pass; for it this is what attention holds per token during the pass. For a translation model it is the
+    decoder's cache, per token of the target (self-attention) and again per token of the source (cross-attention).
+    """
+    assert config.num_key_value_heads is not None
+    assert config.head_dim is not None
+    preset = PRESETS[config.attention]
+    components = preset.num_components if config.num_components is None else config.num_components
+    keys = 1 if preset.keys == "shifted" and not config.qk_norm else components
+    layers = config.num_hidden_layers
+    if config.is_encoder_decoder and config.decoder_layers is not None:
+        layers = config.decoder_layers
+    return layers * config.num_key_value_heads * (keys + 1) * config.head_dim * dtype.itemsize
+
+
+class _Counter:
+    """Adds up the products of a model while it runs."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        with ExitStack() as stack:
+            for module in model.modules():
+                if isinstance(module, nn.Linear):
+                    stack.enter_context(module.register_forward_hook(self._linear))
+                elif isinstance(module, AdaptiveSoftmax):
+                    stack.enter_context(module.register_forward_hook(self._adaptive_softmax, with_kwargs=True))
+                elif isinstance(module, MixtureAttention):
+                    stack.enter_context(self._attending(module))
+            yield
+
+    def _linear(self, module: nn.Linear, args: tuple[Any, ...], output: Tensor) -> None:
+        self.total += 2 * module.in_features * output.numel()
+
+    def _adaptive_softmax(
+        self, module: AdaptiveSoftmax, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> None:
+        named = {**dict(zip(("hidden", "target"), args, strict=False)), **kwargs}
+        hidden, target = named["hidden"], named.get("target")
+        width = hidden.shape[-1]
+        tokens = hidden.numel() // width
+        ends = module.cutoffs
+        rows = tokens * (ends[0] + len(ends) - 1)
+        for start, end in itertools.pairwise(ends):
+            inside = tokens if target is None else int(((target >= start) & (target < end)).sum())
+            rows += inside * (end - start)
+        self.total += 2 * width * rows
+
+    @contextmanager
+    def _attending(self, module: MixtureAttention) -> Iterator[None]:
+        # A hook on the module would see hidden states; only here are the keys complete, cached ones included.
+        attend = module.attend
+
+        @functools.wraps(attend)
+        def counted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+            self.total += _attention_flops(q, k, v, options["shift"], module.similarity)
+            return attend(q, k, v, **options)
+
+        module.attend = counted  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del module.attend
+
+
+def _attention_flops(q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, similarity: str) -> int:
+    """q ``[B, H, Nq, D]``, k ``[B, G, Nk, D]`` or ``[B, G, M, Nk, D]``, v ``[B, G, Nk, Dv]``, shift ``[G, M, D]``."""
+    batch, heads, queries, width = q.shape
+    keys, value_width = v.shape[-2:]
+    pairs = 2 * batch * heads * queries * keys
+    products = k.shape[2] if k.ndim == 5 else 1
+    total = pairs * (products * width + value_width)
+    if shift is not None:
+        kv_heads, components, _ = shift.shape
+        total += 2 * batch * heads * queries * components * width
+        if similarity == "gaussian":
+            total += 2 * batch * kv_heads * keys * components * width
+    return total

@@ -1,0 +1,20 @@
+"""Scores of trained models: accuracy, perplexity and BLEU, equal on every rank of a distributed run.
+
+``evaluation.accuracy(...)``, ``evaluation.perplexity.sliding(...)``, ``evaluation.bleu.translate(...)``. Every sample,
+token and sentence counts exactly once, whatever the batch size and however many ranks share the work.
+"""
+
+from mgk.evaluation import bleu, perplexity
+from mgk.evaluation.accuracy import ClassificationScore, accuracy, in_order_of_length
+from mgk.evaluation.bleu import BleuScore
+from mgk.evaluation.perplexity import Perplexity
+
+__all__ = [
+    "BleuScore",
+    "ClassificationScore",
+    "Perplexity",
+    "accuracy",
+    "bleu",
+    "in_order_of_length",
+    "perplexity",
+]

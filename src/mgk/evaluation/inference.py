@@ -1,0 +1,24 @@
+"""The state in which a model is evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def inference(model: nn.Module, device: torch.device, precision: torch.dtype | None) -> Iterator[None]:
+    """No dropout, no gradients, and autocast to ``precision`` unless it is ``None``. Modes come back as they were."""
+    # Each module's own mode: a part that the caller froze must not wake up.
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        # Not inference_mode: FSDP keeps the tensors it gathers, and the next training step would find them unusable.
+        with torch.no_grad(), torch.autocast(device.type, dtype=precision, enabled=precision is not None):
+            yield
+    finally:
+        for module, is_training in modes:
+            module.training = is_training

@@ -1,0 +1,244 @@
+"""Perplexity: of a language model on a stream of tokens, or of any model on batches with labels.
+
+Of a stream, every token after the first is predicted exactly once, the last few that fill no window included. How far
+each may look back is what :func:`disjoint` and :func:`sliding` differ in.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from mgk.data.batches import Batches
+from mgk.data.kind import Progress, no_progress
+from mgk.evaluation.inference import inference
+from mgk.evaluation.shares import check_ranks, reduce_sums, take_turns
+from mgk.models import MGKForCausalLM
+from mgk.models.loss import IGNORED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Perplexity:
+    """How well a model predicts tokens."""
+
+    nats_per_token: float
+    """Mean of ``-log p(token | those before it in its window)``."""
+    tokens: int
+    """How many were predicted; of a stream all but the first."""
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(nats_per_token)``."""
+        try:
+            return math.exp(self.nats_per_token)
+        except OverflowError:
+            return math.inf
+
+    @property
+    def bits_per_token(self) -> float:
+        """The same in bits: of a stream of bytes, bits per byte."""
+        return self.nats_per_token / math.log(2)
+
+
+def disjoint(
+    model: MGKForCausalLM,
+    tokens: NDArray[Any],
+    *,
+    length: int,
+    batch_size: int,
+    device: torch.device | str,
+    precision: torch.dtype | None = None,
+    rank: int = 0,
+    ranks: int = 1,
+    progress: Progress = no_progress,
+) -> Perplexity:
+    """Windows one after the other: cheap, and worse than :func:`sliding`, since a window's first token sees only one.
+
+    This is what is watched during training, not what the paper reports. Arguments as in :func:`sliding`.
+    """
+    return sliding(
+        model, tokens, length=length, stride=length, batch_size=batch_size, device=device, precision=precision,
+        rank=rank, ranks=ranks, progress=progress,
+    )  # fmt: skip
+
+
+def sliding(
+    model: MGKForCausalLM,
+    tokens: NDArray[Any],
+    *,
+    length: int,
+    stride: int = 1,
+    batch_size: int,
+    device: torch.device | str,
+    precision: torch.dtype | None = None,
+    rank: int = 0,
+    ranks: int = 1,
+    progress: Progress = no_progress,
+) -> Perplexity:
+    """A window that moves by ``stride``; of all but the first, only the last ``stride`` positions count.
+
+    ``stride=1`` is what the paper reports: every token beyond the first window is predicted from the ``length`` before
+    it. ``stride=length`` is :func:`disjoint`. In between, each sees at least ``length - stride + 1``, and the work
+    shrinks ``stride`` times. The last window ends with the stream and may be shorter; its tokens see as much as they
+    would in a whole one.
+
+    Only the positions that count get logits; an adaptive softmax forms only those of their targets' clusters. Losses
+    are summed in fp64 over batches, inside one batch in fp32 or better.
+
+    Args:
+        model: not wrapped.
+        tokens: integers ``[T]``, at least 2.
+        length: of a window.
+        stride: from 1 to ``length``.
+        batch_size: windows of one forward call.
+        device: where the model is.
+        precision: autocast to this; ``None``: as the weights are.
+        rank: which of the ``ranks``. Every rank calls this and gets the same result.
+        ranks: how many share the work.
+        progress: shows how far it is.
+    """
+    check_ranks(rank, ranks)
+    windows = _Windows(tokens=np.asanyarray(tokens), length=length, stride=stride, batch_size=batch_size)
+    table = model.config.max_position_embeddings
+    if model.config.positions == "learned" and windows.width(0) > table:
+        raise ValueError(f"length must be at most max_position_embeddings={table}, got {length}")
+    sums = _sums(model, windows, torch.device(device), precision, rank, ranks, progress)
+    nats, count = (reduce_sums(sums) if ranks > 1 else sums).tolist()
+    assert count == windows.positions
+    return Perplexity(nats_per_token=nats / count, tokens=int(count))
+
+
+def of_batches(
+    model: nn.Module,
+    batches: Batches,
+    *,
+    device: torch.device | str,
+    precision: torch.dtype | None = None,
+    rank: int = 0,
+    ranks: int = 1,
+    progress: Progress = no_progress,
+) -> Perplexity:
+    """Of the labels in batches, such as those of :class:`mgk.data.Translations` with ``shuffle=False``.
+
+    Every label that is not -100 counts once and for the same, in the first pass over the batches.
+
+    Args:
+        model: a translation model and batches with ``labels``, or a language model and batches with ``shift_labels``.
+        batches: for one rank. They are shared out here.
+        device: this and the rest as in :func:`sliding`.
+        precision: see there.
+        rank: see there.
+        ranks: see there.
+        progress: see there.
+    """
+    check_ranks(rank, ranks)
+    if len(batches) == 0:
+        raise ValueError("batches must hold at least one batch, got none")
+    sums = _sums(model, batches, torch.device(device), precision, rank, ranks, progress)
+    nats, count = (reduce_sums(sums) if ranks > 1 else sums).tolist()
+    if count == 0:
+        raise ValueError("batches must hold at least one label that counts, got none")
+    return Perplexity(nats_per_token=nats / count, tokens=int(count))
+
+
+def _sums(
+    model: nn.Module,
+    batches: Batches,
+    device: torch.device,
+    precision: torch.dtype | None,
+    rank: int,
+    ranks: int,
+    progress: Progress,
+) -> Tensor:
+    """Of one rank: nats and tokens, ``[2]`` in fp64. They stay on the device, which nobody waits for."""
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    with inference(model, device, precision):
+        for turn, batch in take_turns(batches, rank, ranks, device, progress, "perplexity"):
+            # 0 keeps all.
+            kept = batches.kept(turn.number) if isinstance(batches, _Windows) else 0
+            # Divided by 1 instead of the number of labels, the loss is their sum.
+            outputs = model(**batch, logits_to_keep=kept, num_items_in_batch=1, use_cache=False)
+            if turn.counts:
+                labels = batch["shift_labels"] if "shift_labels" in batch else batch["labels"]
+                sums[0] += outputs.loss.double()
+                sums[1] += (labels[:, -kept:] != IGNORED).sum()
+    return sums
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Windows:
+    """Windows over a stream: number i covers the inputs from ``i * stride`` on, and predicts the token after each.
+
+    ``batch`` gives ``input_ids`` and ``shift_labels``, ``[windows, width]``. Where the stream ends inside a window the
+    labels are ignored; no mask is needed, since no token sees what follows it. A batch keeps the same positions of all
+    its windows, so the first window, of which all count, has a batch of its own unless all count anyway.
+    """
+
+    tokens: NDArray[Any]
+    length: int
+    stride: int
+    batch_size: int
+
+    def __post_init__(self) -> None:
+        if self.tokens.ndim != 1 or not np.issubdtype(self.tokens.dtype, np.integer) or len(self.tokens) < 2:
+            got = f"{self.tokens.dtype} of shape {list(self.tokens.shape)}"
+            raise ValueError(f"tokens must be integers of shape [T] with at least 2 of them, got {got}")
+        if self.length < 1:
+            raise ValueError(f"length must be at least 1, got {self.length}")
+        if not 1 <= self.stride <= self.length:
+            raise ValueError(f"stride must lie in [1, {self.length}], the length of a window, got {self.stride}")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+
+    @property
+    def positions(self) -> int:
+        """Inputs that have a token to predict."""
+        return len(self.tokens) - 1
+
+    @property
+    def count(self) -> int:
+        """Windows."""
+        return 1 + max(0, -(-(self.positions - self.length) // self.stride))
+
+    @property
+    def _alone(self) -> int:
+        """Windows in front that have a batch for themselves."""
+        return 0 if self.stride == self.length else 1
+
+    def __len__(self) -> int:
+        return self._alone - (self._alone - self.count) // self.batch_size
+
+    def windows(self, step: int) -> range:
+        """Which windows make this batch."""
+        if step < self._alone:
+            return range(1)
+        begin = self._alone + (step - self._alone) * self.batch_size
+        return range(begin, min(begin + self.batch_size, self.count))
+
+    def width(self, step: int) -> int:
+        """Of the batch's first window; only the very last of all can be shorter."""
+        return min(self.length, self.positions - self.windows(step).start * self.stride)
+
+    def kept(self, step: int) -> int:
+        """How many positions count, from the end of the batch's width."""
+        seen_before = 0 if self.windows(step).start == 0 else self.length - self.stride
+        return self.width(step) - 0
+
+    def rows(self, epoch: int, step: int) -> NDArray[np.int64]:
+        windows = self.windows(step)
+        return np.arange(windows.start, windows.stop, dtype=np.int64) * self.stride
+
+    def batch(self, epoch: int, step: int) -> dict[str, Tensor]:
+        places = self.rows(epoch, step)[:, None] + np.arange(self.width(step) + 1)
+        tokens = torch.from_numpy(np.take(self.tokens, places, mode="clip").astype(np.int64))
+        is_beyond = torch.from_numpy(places[:, 1:] > self.positions)
+        return {
+            "input_ids": tokens[:, :-1].contiguous(),
+            "shift_labels": tokens[:, 1:].masked_fill(is_beyond, IGNORED),
+        }

@@ -1,0 +1,193 @@
+"""Checkpoints that are whole or not there, and say so.
+
+A checkpoint is a folder::
+
+    step-00001500/  manifest.json  config.json  model.safetensors  optimizer.safetensors  random.safetensors
+
+It is written under another name, every file and the folder are flushed to the disk, and then it is renamed: a process
+that dies at any moment leaves the old checkpoints and perhaps a stray ``.writing-*``, which the next run removes. The
+manifest has the SHA-256 of every file, so a damaged checkpoint is found before it is used. Nothing here is a pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mgk.data.store import checksum
+from mgk.training.errors import CheckpointError, CheckpointWriteError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+WRITING, REMOVING = ".writing-", ".removing-"
+
+Write = Callable[[Path], None]
+"""Puts files into a folder."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk whose files are what they were when it was written."""
+
+    folder: Path
+    manifest: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.manifest["step"])
+
+
+def save(folder: Path, kind: str, step: int, content: Mapping[str, Any], write: Write) -> Checkpoint:
+    """Write checkpoint ``folder/kind-step``. One that stands there is kept if it is whole, and replaced if not.
+
+    Args:
+        folder: where checkpoints are kept.
+        kind: what its name begins with.
+        step: which step.
+        content: goes into the manifest.
+        write: puts the files into a folder.
+    """
+    target = folder / f"{kind}-{step:08d}"
+    temporary = folder / f"{WRITING}{target.name}-{os.getpid()}"
+    # Never removed to be written again: between the two there might be none.
+    with contextlib.suppress(CheckpointError):
+        return read(target)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        with _typed_errors(folder, temporary):
+            write(temporary)
+            files = {path.name: _describe(path) for path in sorted(temporary.iterdir())}
+            manifest = {"format": FORMAT, "step": step, **content, "files": files}
+            text = json.dumps(manifest, indent=1, sort_keys=True)
+            (temporary / MANIFEST).write_text(
+                json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": manifest}, sort_keys=True),
+                encoding="utf-8",
+            )
+            for path in temporary.iterdir():
+                _flush(path)
+            _flush(temporary)
+            remove(target)
+            temporary.rename(target)
+            _flush(folder)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, CheckpointWriteError):
+            raise
+        raise CheckpointWriteError(error.errno, f"{folder} must be writable, got {error}") from error
+    return Checkpoint(target, manifest)
+
+
+def read(folder: Path) -> Checkpoint:
+    """The checkpoint in a folder, every byte of it checked."""
+    try:
+        wrapped = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = wrapped["content"]
+        text = json.dumps(manifest, indent=1, sort_keys=True)
+        if hashlib.sha256(text.encode()).hexdigest() != wrapped["sha256"]:
+            raise CheckpointError(f"{folder / MANIFEST} must have the checksum that it names, got another")
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"{folder} must have format {FORMAT}, got {manifest['format']}")
+        described = manifest["files"]
+        for name, expected in described.items():
+            found = _describe(folder / name)
+            if found != expected:
+                raise CheckpointError(
+                    f"{folder / name} must have {expected['bytes']} bytes with SHA-256 {expected['sha256'][:12]}..., "
+                    f"got {found['bytes']} with {found['sha256'][:12]}..."
+                )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{folder} must be a whole checkpoint, got {type(error).__name__}: {error}") from error
+    return Checkpoint(folder, manifest)
+
+
+def candidates(folder: Path, kind: str) -> list[Path]:
+    """All checkpoints of a kind, unchecked, the newest first."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if re.fullmatch(rf"{re.escape(kind)}-\d{{8,}}", path.name)]
+    return sorted(found, key=lambda path: int(path.name.rsplit("-", 1)[1]), reverse=True)
+
+
+def newest(folder: Path, kind: str, report: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint that is whole; damaged ones are named to ``report`` and skipped."""
+    for path in candidates(folder, kind):
+        try:
+            return read(path)
+        except CheckpointError as error:
+            report(f"skipped the damaged checkpoint {path.name}: {error}")
+    return None
+
+
+def prune(folder: Path, kind: str, keep: int) -> None:
+    """Remove all but the newest, and what a process that died has left behind."""
+    for path in candidates(folder, kind)[keep:]:
+        remove(path)
+    clean(folder)
+
+
+def clean(folder: Path) -> None:
+    """Remove what a process that died was writing or removing. Only for the one that holds the lock."""
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if path.name.startswith((WRITING, REMOVING)):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint: out of sight first, so that nobody sees a part of it."""
+    if path.exists():
+        aside = path.with_name(f"{REMOVING}{path.name}-{os.getpid()}")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": checksum(path)}
+
+
+def _flush(path: Path) -> None:
+    """To the disk itself; a folder's entries, too, where the system knows how."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        # Some network file systems cannot flush a folder.
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):
+            raise
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _typed_errors(folder: Path, temporary: Path) -> Iterator[None]:
+    """What writing can fail with, as one kind of error that says how much room there is."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error)
+        # safetensors wraps what the system said into its own error.
+        wrapped = re.search(r"os error (\d+)", text)
+        number = getattr(error, "errno", None) or (int(wrapped.group(1)) if wrapped is not None else 0)
+        if number not in errno.errorcode:
+            raise
+        free = shutil.disk_usage(folder).free
+        written = sum(path.stat().st_size for path in temporary.iterdir()) if temporary.is_dir() else 0
+        raise CheckpointWriteError(
+            number,
+            f"{folder} must take a checkpoint, got {errno.errorcode[number]} after {written:,} bytes, "
+            f"with {free:,} free: {text}",
+        ) from error

@@ -1,0 +1,242 @@
+"""``mgk train``, ``mgk recipes``, ``mgk evaluate`` and ``mgk sweep``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from mgk.data.kind import Progress, no_progress
+
+if TYPE_CHECKING:
+    from mgk.recipes import Recipe
+    from mgk.training.configuration import RunConfig
+
+RECIPE = typer.Argument(help="A recipe (mgk recipes), or a path to a YAML file of your own.")
+CHANGES = typer.Argument(help="Changes of the recipe as key=value: seed=3 optimizer.lr=2e-4 model.dropout=0.2")
+SOURCE = typer.Option("--data", help="Folder of the raw files; default: $MGK_DATA.")
+DEVICE = typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")
+RUNS = Path("runs")
+
+Changes = Annotated[list[str] | None, CHANGES]
+Source = Annotated[Path | None, SOURCE]
+Device = Annotated[str, DEVICE]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to an application."""
+    for command in (train, recipes, evaluate, sweep):
+        app.command()(command)
+
+
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Show this one whole.")] = None,
+) -> None:
+    """The experiments that come with the library, with their rows and where their values come from."""
+    import yaml
+
+    import mgk.recipes
+
+    console = Console()
+    if name is None:
+        table = Table("recipe", "what it is", "rows")
+        for each in mgk.recipes.names():
+            recipe = mgk.recipes.load(each)
+            table.add_row(each, recipe.title, " ".join(recipe.rows))
+        console.print(table)
+        return
+    recipe = mgk.recipes.load(name)
+    console.print(f"{recipe.name}: {recipe.title}", style="bold", highlight=False)
+    for sentence in recipe.source:
+        console.print(f"  {sentence}", highlight=False)
+    console.print(f"rows: {' '.join(recipe.rows)}", highlight=False)
+    console.print(yaml.safe_dump(recipe.values, sort_keys=False), markup=False)
+
+
+def train(
+    recipe: Annotated[str, RECIPE],
+    changes: Changes = None,
+    attention: Annotated[str | None, typer.Option(help="A preset: softmax, gaussian, mgk, smgk, ...")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Heads; the width of a head stays.")] = None,
+    row: Annotated[str | None, typer.Option(help="A row of the recipe, such as smgk-4 or softmax-8+qk_norm.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--to", help="Folder of the run; default: runs/RECIPE/ROW/seed-N.")
+    ] = None,
+    source: Source = None,
+    resume: Annotated[str, typer.Option(help="auto, never, or the step of a checkpoint.")] = "auto",
+    device: Device = "auto",
+    devices: Annotated[int, typer.Option(min=1, help="Processes on each node, one device each.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
+    strategy: Annotated[str, typer.Option(help="ddp, fsdp2, or auto: ddp where there are several devices.")] = "auto",
+    results: Annotated[
+        Path | None, typer.Option(help="Put the result here as well, as RECIPE/ROW-seed-N.json.")
+    ] = None,
+) -> None:
+    """Train a model by a recipe, test the best one, and write its result. The same command goes on where it stopped."""
+    import mgk.recipes
+    from mgk.recipes.row import parse_row
+
+    chosen = mgk.recipes.load(recipe)
+    model: list[str] = []
+    if attention is not None:
+        model.append(f"model.attention={attention}")
+    if heads is not None:
+        model.append(f"model.num_attention_heads={heads}")
+    if row is not None:
+        parse_row(row)
+        if model:
+            raise ValueError("--row must stand alone, got --attention or --heads as well")
+    config = chosen.config(row, [*model, *(changes or [])])
+    place = default_run(config) if folder is None else folder
+    run(
+        config, place, source=source, resume=_parse_resume(resume), device=device, devices=devices, nodes=nodes,
+        strategy=strategy, results=results, recipe=chosen,
+    )  # fmt: skip
+
+
+def run(
+    config: RunConfig,
+    folder: Path,
+    *,
+    source: Path | None,
+    resume: Any,
+    device: str,
+    devices: int = 1,
+    nodes: int = 1,
+    strategy: str = "auto",
+    results: Path | None = None,
+    recipe: Recipe | None = None,
+) -> dict[str, Any]:
+    """Launch, prepare the data, train, print the result."""
+    from mgk.training import result
+    from mgk.training.corpora import open_or_prepare
+    from mgk.training.distributed import build_fabric
+    from mgk.training.loop import fit
+    from mgk.training.tracking import Display
+
+    fabric = build_fabric(device=device, devices=devices, nodes=nodes, strategy=strategy)  # type: ignore[arg-type]
+    fabric.launch()
+    console = Console(stderr=True)
+    # One rank prepares, the others find it there.
+    if fabric.is_global_zero:
+        open_or_prepare(config.data, source=source, progress=bar(console))
+    fabric.barrier()
+    corpus = open_or_prepare(config.data, source=source)
+    found = fit(config, folder, corpus, fabric, resume=resume, display=Display(console=console))
+    if fabric.is_global_zero:
+        if results is not None:
+            result.write(results / config.name / f"{config.row}-seed-{config.seed}.json", found)
+        Console().print(_table(found))
+        typer.echo(f"{folder}")
+    return found
+
+
+def evaluate(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    split: Annotated[str, typer.Option(help="Which part of the corpus.")] = "test",
+    stride: Annotated[
+        int, typer.Option(min=1, help="Language models: the sliding window moves by so many tokens; 1 as in the paper.")
+    ] = 1,
+    sliding: Annotated[bool, typer.Option(help="Language models: whether to slide a window at all.")] = True,
+    beams: Annotated[int, typer.Option(min=1, help="Translation: beams of the search.")] = 5,
+    source: Source = None,
+    device: Device = "auto",
+    precision: Annotated[str, typer.Option(help="fp32, bf16, fp16; auto: as in training.")] = "auto",
+) -> None:
+    """Test the best model of a run the way the paper does, beside what needs no transformer."""
+    from mgk.training.evaluate import evaluate_run
+
+    console = Console(stderr=True)
+    found = evaluate_run(
+        folder, split, stride=stride if sliding else None, beams=beams, source=source, device=device,
+        precision=precision, progress=bar(console),
+    )  # fmt: skip
+    table = Table("metric", "value", title=f"{found['recipe']} {found['row']}, {split}")
+    for name, value in found["metrics"].items():
+        table.add_row(name, _number(value))
+    for name, value in found["baselines"].items():
+        table.add_row(f"[dim]{name}[/dim]", f"[dim]{_number(value)}[/dim]")
+    Console().print(table)
+
+
+def sweep(
+    recipe: Annotated[str, RECIPE],
+    changes: Changes = None,
+    rows: Annotated[str | None, typer.Option(help="Rows, separated by spaces; default: all of the recipe.")] = None,
+    seeds: Annotated[str, typer.Option(help="Seeds: 0-4, or 0,3,7.")] = "0",
+    folder: Annotated[Path, typer.Option("--to", help="Where the runs go.")] = RUNS,
+    source: Source = None,
+    device: Device = "auto",
+    results: Annotated[Path | None, typer.Option(help="Put every result here as well.")] = None,
+) -> None:
+    """Run every row of a recipe with every seed. Started again, it skips what is done and goes on with the rest."""
+    from mgk.training.sweep import run_sweep, table_of
+
+    found = run_sweep(
+        recipe, rows=None if rows is None else rows.split(), seeds=parse_seeds(seeds), changes=changes or [],
+        folder=folder, source=source, device=device, results=results, say=typer.echo,
+    )  # fmt: skip
+    Console().print(table_of(found))
+    if found.failed:
+        raise typer.Exit(1)
+
+
+def default_run(config: RunConfig, runs: Path = RUNS) -> Path:
+    """Where a run goes unless told."""
+    return runs / config.name / config.row / f"seed-{config.seed}"
+
+
+def parse_seeds(text: str) -> list[int]:
+    """``0-4`` or ``0,3,7``."""
+    seeds: list[int] = []
+    for part in text.split(","):
+        first, separator, last = part.partition("-")
+        if not first.isdigit() or (separator and not last.isdigit()):
+            raise ValueError(f"--seeds must look like 0-4 or 0,3,7, got {text!r}")
+        seeds += range(int(first), int(last if separator else first) + 1)
+    if not seeds:
+        raise ValueError(f"--seeds must hold at least one seed, got {text!r}")
+    return seeds
+
+
+def bar(console: Console) -> Progress:
+    """A progress bar, where somebody sees it."""
+    if not console.is_terminal:
+        return no_progress
+    return lambda steps, description, total=None: track(steps, description, total=total, console=console)
+
+
+def _parse_resume(text: str) -> Any:
+    if text in ("auto", "never"):
+        return text
+    if not text.isdigit():
+        raise ValueError(f"--resume must be auto, never or a step, got {text!r}")
+    return int(text)
+
+
+def _number(value: Any) -> str:
+    if not isinstance(value, float):
+        return f"{value}"
+    return f"{value:,.0f}" if value == round(value) and abs(value) >= 100 else f"{value:.4f}"
+
+
+def _table(found: dict[str, Any]) -> Table:
+    """A result beside what the paper has, and what needs no transformer."""
+    import mgk.recipes
+
+    table = Table("", "value", title=f"{found['recipe']} {found['row']}, seed {found['seed']}")
+    for split, metrics in found["metrics"].items():
+        for name, value in metrics.items():
+            table.add_row(f"{split} {name}", _number(value))
+    for name, value in mgk.recipes.published(found["recipe"], found["row"]).items():
+        table.add_row(f"[dim]the paper: {name}[/dim]", f"[dim]{_number(value)}[/dim]")
+    for name, value in found["baselines"].items():
+        table.add_row(f"[dim]{name}[/dim]", f"[dim]{_number(value)}[/dim]")
+    table.add_row("parameters", f"{found['parameters']:,}")
+    table.add_row("best step", f"{found['best_step']:,} of {found['steps']:,}")
+    table.add_row("seconds of training", f"{found['seconds']:,.0f}")
+    return table

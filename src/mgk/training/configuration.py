@@ -1,0 +1,369 @@
+"""What a run is made of: plain dataclasses, read from YAML, with every value checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+
+T = TypeVar("T")
+
+UNBOUNDED = math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which corpus, and how its batches are made."""
+
+    corpus: str
+    """Its name: ``mgk data list``."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What ``mgk data prepare`` takes for it."""
+    longest: int = 4096
+    """Sequences are cut to so many tokens; the length of a window in language modelling."""
+    by_length: bool = True
+    """Put sequences of similar length into one batch, which is then padded to its longest."""
+    pad_to: int | None = None
+    """Pad every sequence to this length instead, as the published code does; the result is the same, only slower."""
+    workers: int = 1
+    """Threads that make batches while the model is busy; 0 makes each when it is needed."""
+    timeout: float = 600.0
+    """Seconds after which a batch that does not come is an error."""
+
+    def __post_init__(self) -> None:
+        _at_least("data.longest", self.longest, 1)
+        _at_least("data.workers", self.workers, 0)
+        _positive("data.timeout", self.timeout)
+        if self.pad_to is not None and self.pad_to < self.longest:
+            raise ValueError(f"data.pad_to must be at least data.longest={self.longest}, got {self.pad_to}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A model by name, and what is different about it."""
+
+    architecture: str
+    """One of :data:`mgk.models.ARCHITECTURES`."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Fields of :class:`mgk.models.MGKConfig`. In YAML they stand beside ``architecture``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW. Biases, gains and mixture parameters are never decayed."""
+
+    lr: float
+    """The highest learning rate of the schedule."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _positive("optimizer.lr", self.lr)
+        _positive("optimizer.eps", self.eps)
+        if not 0.0 <= self.weight_decay < UNBOUNDED:
+            raise ValueError(f"optimizer.weight_decay must be finite and not negative, got {self.weight_decay}")
+        for beta in self.betas:
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"optimizer.betas must lie in [0, 1), got {beta}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The learning rate over the steps: see :mod:`mgk.training.schedule`."""
+
+    kind: Literal["onecycle", "cosine", "inverse_sqrt", "constant"]
+    warmup: int = 0
+    """Steps until the highest learning rate."""
+    initial: float = 0.0
+    """Learning rate at the first step of the warm-up (not of ``onecycle``, which starts at a 25th of the highest)."""
+
+    def __post_init__(self) -> None:
+        _at_least("schedule.warmup", self.warmup, 0)
+        if not 0.0 <= self.initial < UNBOUNDED:
+            raise ValueError(f"schedule.initial must be finite and not negative, got {self.initial}")
+        if self.kind == "inverse_sqrt" and self.warmup < 1:
+            raise ValueError(f"schedule.warmup must be at least 1 for inverse_sqrt, got {self.warmup}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """The loop."""
+
+    steps: int
+    """Updates of the optimiser."""
+    batch_size: int | None = None
+    """Samples (or rows of a language model's windows) of one update, over all ranks and micro-batches."""
+    max_tokens: int | None = None
+    """Tokens of one update in translation instead, padding counted, over all ranks and micro-batches."""
+    accumulate: int = 1
+    """Micro-batches of one update."""
+    clip_norm: float | None = None
+    """Scale gradients down to this norm; ``None``: never."""
+    label_smoothing: float = 0.0
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """``auto`` is bf16 on a GPU that has it, fp32 elsewhere. Weights stay fp32; bf16 and fp16 are autocast."""
+    compile: bool | None = None
+    """Use ``torch.compile``; ``None``: on a GPU."""
+    log_every: int = 50
+    """Steps between two lines of the log."""
+    checkpoint_every: int = 1000
+    """Steps between two checkpoints. A signal and the end of the run write one in any case."""
+    keep_checkpoints: int = 2
+    """How many of the newest stay."""
+    max_skipped: int = 10
+    """Updates in a row that may be skipped, because loss or gradient was not finite or leapt, before the run stops."""
+    max_loss_ratio: float = 100.0
+    """An update is skipped where the loss exceeds this many times its running mean (and 0.1)."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "accumulate", "log_every", "checkpoint_every", "keep_checkpoints"):
+            _at_least(f"training.{name}", getattr(self, name), 1)
+        _at_least("training.max_skipped", self.max_skipped, 0)
+        for name in ("batch_size", "max_tokens"):
+            if getattr(self, name) is not None:
+                _at_least(f"training.{name}", getattr(self, name), 1)
+        if self.clip_norm is not None:
+            _positive("training.clip_norm", self.clip_norm)
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise ValueError(f"training.label_smoothing must lie in [0, 1), got {self.label_smoothing}")
+        if not self.max_loss_ratio > 1.0:
+            raise ValueError(f"training.max_loss_ratio must be above 1, got {self.max_loss_ratio}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    """When and on what the model is tried."""
+
+    every: int
+    """Steps between two validations; the last step validates in any case."""
+    batch_size: int = 128
+    """Samples (or windows) of one batch, on one rank."""
+    metric: Literal["accuracy", "loss", "bleu"]
+    """Which one chooses the best checkpoint."""
+    limit: int | None = None
+    """Try on so many batches only; ``None``: on all. A published result has all."""
+
+    def __post_init__(self) -> None:
+        _at_least("validation.every", self.every, 1)
+        _at_least("validation.batch_size", self.batch_size, 1)
+        if self.limit is not None:
+            _at_least("validation.limit", self.limit, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run: everything that decides its numbers."""
+
+    name: str
+    """The recipe."""
+    row: str = ""
+    """Which line of its comparison, such as ``smgk-4``."""
+    task: Literal["classification", "pairs", "language", "translation"]
+    data: DataConfig
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    training: TrainingConfig
+    validation: ValidationConfig
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least("seed", self.seed, 0)
+        if self.schedule.warmup > self.training.steps:
+            raise ValueError(
+                f"schedule.warmup must be at most training.steps={self.training.steps}, got {self.schedule.warmup}"
+            )
+        unit, other = ("max_tokens", "batch_size") if self.task == "translation" else ("batch_size", "max_tokens")
+        if getattr(self.training, unit) is None or getattr(self.training, other) is not None:
+            raise ValueError(
+                f"training.{unit} must be given for {self.task} and training.{other} not, "
+                f"got {getattr(self.training, unit)} and {getattr(self.training, other)}"
+            )
+        possible = {"classification": ("accuracy", "loss"), "pairs": ("accuracy", "loss")}
+        metrics = possible.get(self.task, ("loss", "bleu") if self.task == "translation" else ("loss",))
+        if self.validation.metric not in metrics:
+            raise ValueError(
+                f"validation.metric must be {' or '.join(metrics)} for {self.task}, got {self.validation.metric!r}"
+            )
+        if self.training.label_smoothing > 0 and self.task != "translation":
+            raise ValueError(
+                f"training.label_smoothing must be 0 for {self.task}, got {self.training.label_smoothing}: "
+                f"it is part of translation only"
+            )
+
+
+def from_mapping(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
+    """A dataclass from nested mappings, such as YAML gives. Unknown keys and wrong types are refused."""
+    if not isinstance(values, Mapping):
+        raise TypeError(f"{where or 'the configuration'} must be a mapping, got {values!r}")
+    if kind is ModelConfig:
+        # Its own fields are not ours to check: MGKConfig knows them.
+        values = {"architecture": values.get("architecture"), "changes": _without(values, "architecture")}
+    hints = typing.get_type_hints(kind)
+    known = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            raise ValueError(f"{_path(where, key)} is not a key{_nearest(str(key), known)}")
+    for name, described in known.items():
+        required = described.default is MISSING and described.default_factory is MISSING
+        if required and values.get(name) is None:
+            raise ValueError(f"{_path(where, name)} must be given, got nothing")
+    return kind(**{key: _convert(hints[key], value, _path(where, key)) for key, value in values.items()})
+
+
+def to_mapping(config: Any) -> dict[str, Any]:
+    """The inverse of :func:`from_mapping`: nested dictionaries of what JSON and YAML can hold."""
+    result: dict[str, Any] = {}
+    for described in dataclasses.fields(config):
+        value = getattr(config, described.name)
+        if isinstance(value, ModelConfig):
+            value = {"architecture": value.architecture, **value.changes}
+        elif dataclasses.is_dataclass(value):
+            value = to_mapping(value)
+        elif isinstance(value, tuple):
+            value = list(value)
+        result[described.name] = value
+    return result
+
+
+def override(values: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """Apply ``key.key=value`` to nested mappings; values are YAML. Whether the keys exist is for later to say."""
+    result = merge({}, values)
+    for change in changes:
+        path, separator, text = change.partition("=")
+        if not separator or not path:
+            raise ValueError(f"a change must look like key=value, such as optimizer.lr=2e-4, got {change!r}")
+        *parents, last = path.split(".")
+        place = result
+        for depth, parent in enumerate(parents):
+            place = place.setdefault(parent, {})
+            if not isinstance(place, dict):
+                raise ValueError(f"{'.'.join(parents[: depth + 1])} must be a group of keys, got {place!r} in {path}")
+        place[last] = parse_yaml(text, path)
+    return result
+
+
+def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings laid over each other; ``changes`` win."""
+    result = dict(base)
+    for key, value in changes.items():
+        before = result.get(key)
+        if isinstance(value, Mapping):
+            result[key] = merge(before if isinstance(before, Mapping) else {}, value)
+        else:
+            result[key] = value
+    return result
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> dict[str, tuple[Any, Any]]:
+    """Every key whose value differs, by its path, with the old and the new value."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in sorted({*old, *new}):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            found |= differences(before, after, _path(where, key))
+        elif before != after:
+            found[_path(where, key)] = (before, after)
+    return found
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 takes 1e-4 for text, and "on" for true. YAML 1.2 does neither."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [
+        (tag, pattern) for tag, pattern in found if tag not in ("tag:yaml.org,2002:float", "tag:yaml.org,2002:bool")
+    ]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.inf$|^\.nan$", re.IGNORECASE),
+    list("-+.0123456789"),
+)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$", re.IGNORECASE), list("tTfF"))
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """YAML without any type of its own: numbers, text, lists and mappings."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{where} must be YAML, got {' '.join(str(error).split())}") from error
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file that holds a mapping."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} must be a readable text file, got {error}") from error
+    values = parse_yaml(text, str(path))
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a mapping, got {type(values).__name__}")
+    return values
+
+
+def _convert(kind: Any, value: Any, where: str) -> Any:
+    """``value`` as this type, if it is one; nothing is guessed."""
+    origin, options = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in options:
+            return None
+        return _convert(next(option for option in options if option is not type(None)), value, where)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return from_mapping(kind, value, where)
+    if origin is Literal:
+        if value not in options or isinstance(value, bool):
+            raise ValueError(
+                f"{where} must be one of {', '.join(options)}, got {value!r}{_nearest(str(value), options)}"
+            )
+        return value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)) or len(value) != len(options):
+            raise TypeError(f"{where} must be a list of {len(options)}, got {value!r}")
+        return tuple(_convert(option, item, where) for option, item in zip(options, value, strict=True))
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise TypeError(f"{where} must be a mapping, got {value!r}")
+        return dict(value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        names = {float: "a number", int: "an integer", str: "text", bool: "true or false"}
+        raise TypeError(f"{where} must be {names[kind]}, got {value!r}")
+    return value
+
+
+def _nearest(name: str, names: typing.Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _path(where: str, key: Any) -> str:
+    return f"{where}.{key}" if where else str(key)
+
+
+def _without(values: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in keys}
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _positive(name: str, value: float) -> None:
+    if not 0.0 < value < UNBOUNDED:
+        raise ValueError(f"{name} must be positive and finite, got {value}")

@@ -1,0 +1,110 @@
+"""A finished run, tested the way the paper tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mgk.data import baselines
+from mgk.data.kind import Progress, no_progress
+from mgk.evaluation import bleu, perplexity
+from mgk.training import checkpoint, result, snapshot
+from mgk.training.configuration import RunConfig, from_mapping, read_yaml
+from mgk.training.corpora import open_or_prepare
+from mgk.training.distributed import build_fabric
+from mgk.training.errors import CheckpointError
+from mgk.training.loop import BEST, CHECKPOINTS, CONFIG, choose_precision
+from mgk.training.task import Share, Task, build_task
+
+
+def evaluate_run(
+    folder: Path,
+    split: str = "test",
+    *,
+    stride: int | None = 1,
+    beams: int = 5,
+    source: Path | None = None,
+    device: str = "auto",
+    precision: str = "auto",
+    progress: Progress = no_progress,
+) -> dict[str, Any]:
+    """Test the best model of a run; also written to ``evaluation-SPLIT.json`` there.
+
+    Classification gives the accuracy over every sample. A language model gives the perplexity of disjoint windows, and
+    of a sliding one, which is what the paper reports. Translation gives the loss, sacreBLEU with its signature, and
+    tokenised lower-case BLEU.
+
+    Args:
+        folder: of the run.
+        split: which part of the corpus.
+        stride: of the sliding window; ``None``: do not slide.
+        beams: of the search in translation.
+        source: folder of the raw files, where the corpus has yet to be prepared.
+        device: ``cpu``, ``cuda`` or ``auto``.
+        precision: ``auto`` is that of the training.
+        progress: shows how far it is.
+    """
+    config, task = open_run(folder, source=source, progress=progress)
+    if split not in task.corpus.splits or split == "documents":
+        known = ", ".join(name for name in task.corpus.splits if name != "documents")
+        raise ValueError(f"--split must be one of {known}, got {split!r}")
+    # Also the device's name is checked there.
+    place = build_fabric(device=device).device
+    named = config.training.precision if precision == "auto" else precision
+    if named not in ("auto", "fp32", "bf16", "fp16"):
+        raise ValueError(f"--precision must be one of auto, fp32, bf16, fp16, got {named!r}")
+    share = Share(device=place, precision=choose_precision(named, place))
+    found = newest_best(folder)
+    model = task.build_model()
+    snapshot.restore_weights(found, model)
+    model.to(place).eval()
+    metrics: dict[str, Any] = dict(task.evaluate(model, split, share, progress))
+    where: dict[str, Any] = {"device": share.device, "precision": share.precision, "progress": progress}
+    if config.task == "language" and stride is not None:
+        tokens = task.corpus.splits[split].sequences["text"].tokens
+        slid = perplexity.sliding(
+            model, tokens, length=config.data.longest, stride=min(stride, config.data.longest),
+            batch_size=config.validation.batch_size, **where,
+        )  # fmt: skip
+        metrics |= {"sliding_perplexity": slid.perplexity, "sliding_bits_per_token": slid.bits_per_token}
+    if config.task == "translation":
+        said = bleu.translate(model, task.corpus, split, beams=beams, **where)
+        wanted = bleu.references(task.corpus, split)
+        scored = bleu.score(said, wanted, tokenised=bleu.is_tokenised(task.corpus))
+        metrics |= {
+            "bleu": scored.bleu,
+            "signature": scored.signature,
+            "tokenised_lowercase_bleu": scored.tokenised_lowercase_bleu,
+            "tokenised_signature": scored.tokenised_signature,
+            "brevity_penalty": scored.brevity_penalty,
+        }
+    facts = (
+        {"stride": stride} if config.task == "language" else {"beams": beams} if config.task == "translation" else {}
+    )
+    written = result.describe(
+        config, metrics=metrics, corpus=task.corpus.fingerprint, device=place, split=split, best_step=found.step,
+        precision=str(share.precision or torch.float32).removeprefix("torch."),
+        baselines=baselines.compute(task.corpus, split), **facts,
+    )  # fmt: skip
+    result.write(folder / f"evaluation-{split}.json", written)
+    return written
+
+
+def open_run(folder: Path, *, source: Path | None = None, progress: Progress = no_progress) -> tuple[RunConfig, Task]:
+    """The configuration of a run, and its task with the corpus."""
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder} must be the folder of a run, got no {CONFIG} there")
+    config = from_mapping(RunConfig, read_yaml(folder / CONFIG))
+    return config, build_task(config, open_or_prepare(config.data, source=source, progress=progress))
+
+
+def newest_best(folder: Path) -> checkpoint.Checkpoint:
+    """The checkpoint of the best validation."""
+    damaged: list[str] = []
+    found = checkpoint.newest(folder / CHECKPOINTS, BEST, damaged.append)
+    if found is None:
+        said = f" ({'; '.join(damaged)})" if damaged else ""
+        raise CheckpointError(f"{folder} must hold the best model of a run, got none{said}: has it validated yet?")
+    return found

@@ -1,0 +1,547 @@
+"""The training loop: update, validate, save, and go on where it stopped.
+
+A run lives in a folder::
+
+    config.yaml  metrics.jsonl  tensorboard/  checkpoints/  result.json
+
+:class:`Trainer` is one run: ``for step in trainer.steps()`` makes it. :func:`fit` does so from beginning to end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+import yaml
+from lightning.fabric import Fabric
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from mgk.data import baselines
+from mgk.data.batches import iterate
+from mgk.data.store import Corpus
+from mgk.models.layer import MGKLayer
+from mgk.nn import parameter_groups, update_priors
+from mgk.training import checkpoint, result, skipped, snapshot
+from mgk.training.checkpoint import Checkpoint, Write
+from mgk.training.configuration import RunConfig, to_mapping
+from mgk.training.distributed import seed_everything, total_norm
+from mgk.training.errors import CheckpointError, CheckpointWriteError, NonFiniteError
+from mgk.training.lock import RunLock
+from mgk.training.loss_scale import LossScale
+from mgk.training.schedule import rates
+from mgk.training.signals import GracefulStop
+from mgk.training.task import Share, Task, build_task
+from mgk.training.tracking import Curves, Display
+
+T = TypeVar("T")
+Resume = Literal["auto", "never"] | int
+
+CHECKPOINTS, CONFIG, SKIPPED = "checkpoints", "config.yaml", "skipped.jsonl"
+STEP, BEST = "step", "best"
+
+
+@dataclass
+class State:
+    """Where a run is, besides weights, optimiser and random numbers."""
+
+    step: int = 0
+    """Updates done."""
+    validated: int = 0
+    """The last step that was validated."""
+    best: float | None = None
+    """The best validation, as a score: higher is better."""
+    best_step: int = 0
+    tokens: int = 0
+    """Read by all ranks, padding not counted."""
+    seconds: float = 0.0
+    """Spent on updates, by all processes that have worked on this run."""
+    skipped: int = 0
+    """Updates skipped."""
+    skipped_in_a_row: int = 0
+    running_loss: float | None = None
+    """The mean that a leap of the loss is measured against."""
+    loss_scale: float = LossScale.FIRST
+    since_overflow: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    """Since the last line of the log."""
+
+
+class Report(NamedTuple):
+    """What the device says about an update."""
+
+    step: int
+    values: Tensor
+    """Loss, norm of the gradient, whether it was skipped, tokens, ranks that were told to stop: ``[5]`` on the host."""
+    ready: torch.cuda.Event | None
+    """When the values are there."""
+
+
+class Interrupted(Exception):
+    """A signal came."""
+
+
+class Trainer:
+    """One run in a folder. It goes on from the newest whole checkpoint there, if there is one.
+
+    Args:
+        config: everything that decides the numbers.
+        folder: of the run.
+        corpus: prepared.
+        fabric: launched.
+        resume: ``auto`` goes on if there is a checkpoint, ``never`` wants none to be there, a step wants that one.
+        display: shows how far it is.
+        stop: remembers signals.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        corpus: Corpus,
+        fabric: Fabric,
+        *,
+        resume: Resume = "auto",
+        display: Display | None = None,
+        stop: GracefulStop | None = None,
+    ) -> None:
+        self.config, self.folder, self.fabric = config, folder, fabric
+        self.display = display or Display(quiet=True)
+        self.stop = stop or GracefulStop()
+        self.state = State()
+        self.task: Task = build_task(config, corpus)
+        self.share = Share(
+            device=fabric.device,
+            precision=choose_precision(config.training.precision, fabric.device),
+            rank=fabric.global_rank,
+            ranks=fabric.world_size,
+        )
+        self.batches = self.task.training_batches(self.share.rank, self.share.ranks)
+        self.checkpoints = folder / CHECKPOINTS
+
+        seed_everything(config.seed)
+        self.model = self.task.build_model().train()
+        self._compile()
+        self._wrapped = fabric.setup_module(self.model)
+        # Fused: it can skip an update on the device, before the host knows of anything.
+        self.optimizer = torch.optim.AdamW(
+            parameter_groups(self.model, config.optimizer.weight_decay),
+            lr=config.optimizer.lr, betas=config.optimizer.betas, eps=config.optimizer.eps, fused=True,
+        )  # fmt: skip
+        # Each rank drops out other units.
+        seed_everything(config.seed + 1_000_003 * self.share.rank)
+        self._resume(resume)
+
+        state = self.state
+        self._running_loss = self._scalar(float("nan") if state.running_loss is None else state.running_loss)
+        self._loss_scale = (
+            LossScale(self.share.device, value=state.loss_scale, since_overflow=state.since_overflow)
+            if self.share.precision is torch.float16
+            else None
+        )
+        self._reports: deque[Report] = deque()
+        self._told_to_stop = False
+        self._clock, self._logged_seconds, self._logged_tokens = time.perf_counter(), state.seconds, state.tokens
+        self._metric = ""
+        self._curves: Curves | None = None
+        if self._is_first:
+            self._row = self.display.add(f"{config.name} {config.row}".strip(), config.training.steps, state.step)
+            self._curves = Curves(folder, state.step, state.validated, self._say)
+
+    def steps(self) -> Iterator[int]:
+        """Make the run, one update after the other; gives the number of updates done."""
+        training, validation = self.config.training, self.config.validation
+        stream = self._stream()
+        self._clock = time.perf_counter()
+        try:
+            while True:
+                step, is_last = self.state.step, self.state.step == training.steps
+                if step > self.state.validated and (step % validation.every == 0 or is_last):
+                    self.validate()
+                if step > 0 and (step % training.checkpoint_every == 0 or is_last):
+                    self.save(must=is_last)
+                if is_last:
+                    return
+                if self._should_stop():
+                    raise Interrupted
+                self._update([next(stream) for _ in range(training.accumulate)])
+                if self.state.step % training.log_every == 0:
+                    self._log()
+                yield self.state.step
+        except Interrupted:
+            self.save(must=True)
+            raise
+        finally:
+            stream.close()
+            if self._curves is not None:
+                self._curves.close()
+
+    def validate(self) -> dict[str, float]:
+        """Try the model on the validation split, and keep it if it is the best so far."""
+        self._settle()
+        metrics = self.evaluate("valid")
+        name = self.config.validation.metric
+        score = -metrics[name] if name == "loss" else metrics[name]
+        self.state.validated = self.state.step
+        self._metric = f", validation {name} {metrics[name]:.4f}"
+        if self._curves is not None:
+            self._curves.write(self.state.step, "valid", metrics)
+        # One that is not a number is never the best.
+        if score == score and (self.state.best is None or score > self.state.best):
+            self.state.best, self.state.best_step = score, self.state.step
+            self._write(BEST, {"metrics": metrics}, snapshot.take_weights(self.model), keep=1)
+        self._clock = time.perf_counter()
+        return metrics
+
+    def evaluate(self, split: str) -> dict[str, float]:
+        """The metrics of a split with the weights of now."""
+        return self.task.evaluate(self.model, split, self.share, self._watched)
+
+    def save(self, *, must: bool = False) -> None:
+        """Write a checkpoint. One that cannot be written is reported, and is an error only where it ``must``."""
+        self._settle()
+        files = snapshot.take_all(self.model, self.optimizer, self.fabric)
+        self._write(STEP, self._manifest(), files, keep=self.config.training.keep_checkpoints, must=must)
+        self._clock = time.perf_counter()
+
+    def load_best(self) -> Checkpoint:
+        """Give the model the weights of the best validation."""
+        found = checkpoint.newest(self.checkpoints, BEST, self._say)
+        if found is None:
+            raise CheckpointError(f"{self.checkpoints} must hold the best model, got none")
+        snapshot.restore_weights(found, self.model)
+        return found
+
+    def _update(self, micro_batches: list[dict[str, Tensor]]) -> None:
+        """One step of the optimiser. On a GPU the host only queues it and looks at the one before."""
+        config, training = self.config, self.config.training
+        lr, beta1 = rates(self.state.step, training.steps, config.schedule, config.optimizer)
+        for group in self.optimizer.param_groups:
+            group["lr"], group["betas"] = lr, (beta1, config.optimizer.betas[1])
+
+        # Ranks average their gradients, so each divides by its share of all targets.
+        targets = self._sum_over_ranks(self._scalar(sum(map(self.task.count_targets, micro_batches))))
+        scale = self._scalar(1.0) if self._loss_scale is None else self._loss_scale.value
+        loss = self._scalar(0.0)
+        for number, batch in enumerate(micro_batches):
+            with self._without_sync(number < len(micro_batches) - 1):
+                with self._autocast():
+                    part = self.task.loss(self._wrapped, self._on_device(batch), targets / self.share.ranks)
+                self.fabric.backward(part * scale)
+            loss += part.detach()
+        tokens = self._scalar(sum(map(self.task.count_tokens, micro_batches)))
+        told = self._scalar(self.stop.signal is not None)
+        loss, tokens, told = self._sum_over_ranks(torch.stack([loss / self.share.ranks, tokens, told]))
+
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = total_norm(gradients) / scale
+        skip = ~(loss.isfinite() & norm.isfinite()) | skipped.is_leap(loss, self._running_loss, training.max_loss_ratio)
+        if training.clip_norm is not None:
+            factor = (training.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
+        # What GradScaler sets: the optimiser divides by the one, and does nothing where the other is 1.
+        self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
+        self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        update_priors(self.model, skip)
+        self._running_loss = skipped.running_mean(loss, self._running_loss, skip)
+        if self._loss_scale is not None:
+            self._loss_scale.update(~norm.isfinite())
+
+        self.state.step += 1
+        self._queue(torch.stack([loss, norm, skip.float(), tokens, told]))
+
+    def _queue(self, values: Tensor) -> None:
+        """Have the values of this update copied to the host, and read those of the one before."""
+        if values.device.type == "cuda":
+            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record()
+            self._reports.append(Report(self.state.step, host, ready))
+            # The one before is finished by now or soon, and the GPU has work meanwhile.
+            while len(self._reports) > 1:
+                self._read(self._reports.popleft())
+        else:
+            self._read(Report(self.state.step, values, None))
+
+    def _settle(self) -> None:
+        """Wait for every update that was queued."""
+        while self._reports:
+            self._read(self._reports.popleft())
+        now = time.perf_counter()
+        self.state.seconds += now - self._clock
+        self._clock = now
+
+    def _read(self, report: Report) -> None:
+        if report.ready is not None:
+            report.ready.synchronize()
+        loss, norm, was_skipped, tokens, told = report.values.tolist()
+        self.state.tokens += int(tokens)
+        self._told_to_stop |= told > 0
+        if was_skipped:
+            self._note_skipped(report.step, loss, norm)
+        else:
+            self.state.skipped_in_a_row = 0
+            self.state.losses.append(loss)
+
+    def _note_skipped(self, step: int, loss: float, norm: float) -> None:
+        """Keep what is needed to find out why, and give up if it happens too often. All ranks agree."""
+        training = self.config.training
+        self.state.skipped += 1
+        self.state.skipped_in_a_row += 1
+        self._say(f"skipped the update of step {step}: loss {loss:.6g}, norm of the gradient {norm:.6g}")
+        numbers = range((step - 1) * training.accumulate, step * training.accumulate)
+        described = [skipped.describe(self.model, self.batches, number, self._rerun) for number in numbers]
+        line = {"step": step, "rank": self.share.rank, "loss": loss, "gradient_norm": norm, "batches": described}
+        path = self.folder / (SKIPPED if self._is_first else f"rank{self.share.rank}-{SKIPPED}")
+        with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        if self.state.skipped_in_a_row > training.max_skipped:
+            raise NonFiniteError(
+                f"loss and gradient must be finite and the loss must not leap, got {self.state.skipped_in_a_row} "
+                f"updates in a row where they did not, up to step {step}: see {path}"
+            )
+
+    def _rerun(self, batch: dict[str, Tensor]) -> Any:
+        with self._autocast():
+            outputs = self._wrapped(**self._on_device(batch))
+        self.fabric.backward(outputs.loss)
+        return outputs
+
+    def _stream(self) -> Generator[dict[str, Tensor], None, None]:
+        """Micro-batches without end, from where the run is."""
+        data = self.config.data
+        epoch, start = divmod(self.state.step * self.config.training.accumulate, len(self.batches))
+        while True:
+            yield from iterate(
+                self.batches, epoch, start, pin_memory=self.share.device.type == "cuda", workers=data.workers,
+                timeout=data.timeout, name=f"{data.corpus}, train",
+            )  # fmt: skip
+            epoch, start = epoch + 1, 0
+
+    def _resume(self, resume: Resume) -> None:
+        """Go on where a checkpoint was written."""
+        if isinstance(resume, int):
+            found: Checkpoint | None = checkpoint.read(self.checkpoints / f"{STEP}-{resume:08d}")
+        elif resume == "never" and checkpoint.candidates(self.checkpoints, STEP):
+            raise CheckpointError(f"{self.checkpoints} must be empty with --resume never, got checkpoints")
+        else:
+            found = checkpoint.newest(self.checkpoints, STEP, self._say)
+        if found is None:
+            self._say(f"no checkpoint in {self.checkpoints}: starting at step 0")
+            return
+        snapshot.check_same_run(found, self._identity())
+        snapshot.restore_all(found, self.model, self.optimizer, self.fabric)
+        self.state = State(**found.manifest["state"])
+        self._say(f"going on from {found.folder.name}")
+
+    def _identity(self) -> dict[str, Any]:
+        """What has to be the same for a run to go on."""
+        return {
+            "config": to_mapping(self.config),
+            "corpus": self.task.corpus.fingerprint,
+            "ranks": self.share.ranks,
+        }
+
+    def _manifest(self) -> dict[str, Any]:
+        running = float(self._running_loss)
+        self.state.running_loss = None if running != running else running
+        if self._loss_scale is not None:
+            self.state.loss_scale = float(self._loss_scale.value)
+            self.state.since_overflow = float(self._loss_scale.since_overflow)
+        return {**self._identity(), "state": dataclasses.asdict(self.state)}
+
+    def _write(self, kind: str, content: dict[str, Any], files: Write, *, keep: int, must: bool = False) -> None:
+        """Write a checkpoint on the first rank; all agree on whether it worked."""
+        problem: CheckpointWriteError | None = None
+        if self._is_first:
+
+            def write(folder: Path) -> None:
+                files(folder)
+                self.task.save_tokenizer(folder)
+
+            try:
+                checkpoint.save(self.checkpoints, kind, self.state.step, content, write)
+                checkpoint.prune(self.checkpoints, kind, keep)
+            except CheckpointWriteError as error:
+                problem = error
+                self._say(f"no checkpoint at step {self.state.step}: {error}")
+        failed = self._sum_over_ranks(self._scalar(float(problem is not None)))
+        if must and failed > 0:
+            raise problem or CheckpointWriteError("the first rank must write its checkpoint, got an error there")
+
+    def _log(self) -> None:
+        self._settle()
+        losses, seconds = self.state.losses, self.state.seconds - self._logged_seconds
+        tokens = self.state.tokens - self._logged_tokens
+        self._logged_seconds, self._logged_tokens, self.state.losses = self.state.seconds, self.state.tokens, []
+        if self._curves is None:
+            return
+        values = {
+            "loss": sum(losses) / len(losses) if losses else float("nan"),
+            "lr": self.optimizer.param_groups[0]["lr"],
+            "tokens_per_second": tokens / seconds,
+            "tokens": float(self.state.tokens),
+            "seconds": self.state.seconds,
+        }
+        says = f"loss {values['loss']:.4f}{self._metric}, {values['tokens_per_second']:,.0f} tokens/s"
+        if self.share.device.type == "cuda":
+            values["gpu_gib"] = torch.cuda.max_memory_allocated(self.share.device) / 2**30
+            says += f", {values['gpu_gib']:.1f} GiB"
+        self._curves.write(self.state.step, "train", values)
+        self.display.update(self._row, self.state.step, self.config.training.steps, says)
+
+    def _watched(self, steps: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
+        """The batches of an evaluation; a signal ends it, unless other ranks would be left waiting."""
+        for each in steps:
+            if self.stop.signal is not None and self.share.ranks == 1:
+                raise Interrupted
+            yield each
+
+    def _should_stop(self) -> bool:
+        """Every rank gives the same answer at the same step."""
+        return self._told_to_stop if self.share.ranks > 1 else self.stop.signal is not None
+
+    def _compile(self) -> None:
+        is_wanted = self.config.training.compile
+        if is_wanted is None:
+            is_wanted = self.share.device.type == "cuda"
+        if is_wanted:
+            # In place, so that weights keep their names. FSDP gathers layer by layer, so that is what is compiled.
+            layers = [module for module in self.model.modules() if isinstance(module, MGKLayer)]
+            for module in layers if isinstance(self.fabric.strategy, ModelParallelStrategy) else [self.model]:
+                module.compile()
+
+    def _on_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(self.share.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def _autocast(self) -> torch.autocast:
+        precision = self.share.precision
+        return torch.autocast(self.share.device.type, dtype=precision, enabled=precision is not None)
+
+    def _without_sync(self, enabled: bool) -> contextlib.AbstractContextManager[Any]:
+        if self.share.ranks == 1:
+            return contextlib.nullcontext()
+        return self.fabric.no_backward_sync(self._wrapped, enabled=enabled)
+
+    def _sum_over_ranks(self, value: Tensor) -> Tensor:
+        return value if self.share.ranks == 1 else torch.as_tensor(self.fabric.all_reduce(value, reduce_op="sum"))
+
+    def _scalar(self, value: float) -> Tensor:
+        # Filled on the device: nothing is copied from the host, and nobody waits.
+        return torch.full((), value, dtype=torch.float32, device=self.share.device)
+
+    def _say(self, text: str) -> None:
+        if self._is_first:
+            self.display.say(text)
+
+    @property
+    def _is_first(self) -> bool:
+        return self.fabric.is_global_zero
+
+
+def fit(
+    config: RunConfig,
+    folder: str | Path,
+    corpus: Corpus,
+    fabric: Fabric,
+    *,
+    resume: Resume = "auto",
+    display: Display | None = None,
+) -> dict[str, Any]:
+    """Make a run from beginning to end, or from where it is: train, choose the best, test it, write the result.
+
+    A first SIGTERM, SIGINT or SIGUSR1 finishes the step, saves, and leaves with the usual exit code.
+
+    Args:
+        config: everything that decides the numbers.
+        folder: of the run; made where it is not there.
+        corpus: prepared.
+        fabric: launched.
+        resume: see :class:`Trainer`.
+        display: shows how far it is.
+
+    Returns:
+        What stands in ``result.json``.
+    """
+    folder = Path(folder)
+    display = display or Display(quiet=True)
+    with contextlib.ExitStack() as stack:
+        if fabric.is_global_zero:
+            _make_folder(folder)
+            stack.enter_context(RunLock(folder))
+            checkpoint.clean(folder / CHECKPOINTS)
+        fabric.barrier()
+        stop = stack.enter_context(GracefulStop())
+        stack.enter_context(display)
+        trainer = Trainer(config, folder, corpus, fabric, resume=resume, display=display, stop=stop)
+        if fabric.is_global_zero:
+            write_config(folder, config)
+        try:
+            for _ in trainer.steps():
+                pass
+            return finish(trainer)
+        except Interrupted:
+            if fabric.is_global_zero:
+                display.say(f"stopped at step {trainer.state.step} and saved: the same command goes on from here")
+            # Where another rank was told, as a batch system does to one process of many: its signal was SIGTERM.
+            raise SystemExit(143 if stop.signal is None else stop.exit_code) from None
+
+
+def finish(trainer: Trainer) -> dict[str, Any]:
+    """Test the best model of a finished run, and write ``result.json``."""
+    best = trainer.load_best()
+    tested = trainer.evaluate("test")
+    state, corpus = trainer.state, trainer.task.corpus
+    found = result.describe(
+        trainer.config,
+        metrics={"valid": best.manifest["metrics"], "test": tested},
+        corpus=corpus.fingerprint,
+        device=trainer.share.device,
+        ranks=trainer.share.ranks,
+        precision=str(trainer.share.precision or torch.float32).removeprefix("torch."),
+        parameters=trainer.model.num_parameters(),
+        best_step=best.step,
+        steps=state.step,
+        skipped=state.skipped,
+        tokens=state.tokens,
+        seconds=state.seconds,
+        baselines=baselines.compute(corpus) if trainer.fabric.is_global_zero else {},
+    )
+    if trainer.fabric.is_global_zero:
+        result.write(trainer.folder / result.RESULT, found)
+    return found
+
+
+def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
+    """What to autocast to; ``None`` for fp32."""
+    if name == "auto":
+        name = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def write_config(folder: Path, config: RunConfig) -> None:
+    """Keep the configuration where people look for it."""
+    temporary = folder / f".{CONFIG}"
+    temporary.write_text(yaml.safe_dump(to_mapping(config), sort_keys=False), encoding="utf-8")
+    temporary.replace(folder / CONFIG)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"the run folder {folder} must be one that can be made, got {error}") from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"the run folder {folder} must be writable, got one that is not")

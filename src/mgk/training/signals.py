@@ -1,0 +1,47 @@
+"""Stopping when asked to: finish the step, save, leave with the usual code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+STOPPING = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
+"""SIGUSR1 is what SLURM can be told to send before time is up."""
+
+
+class GracefulStop:
+    """Within this context the first signal is remembered in :attr:`signal`, and a second one ends the process at once.
+
+    Nothing is interrupted: whoever runs a loop asks :attr:`signal` when it suits, and leaves with :attr:`exit_code`.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the number of the signal, as shells count: 143 for SIGTERM, 130 for SIGINT."""
+        assert self.signal is not None
+        return 128 + self.signal
+
+    def __enter__(self) -> GracefulStop:
+        # Python lets only the main thread of a process receive signals; elsewhere the caller has to care for them.
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._receive) for number in STOPPING}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            # Not sys.exit: that would run handlers which may be what hangs. Files appear by rename, so none is half.
+            os._exit(128 + number)
+        self.signal = number

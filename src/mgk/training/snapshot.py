@@ -1,0 +1,132 @@
+"""Everything that a run needs to go on as if nothing had happened, out of the model and back into it.
+
+Tensors are whole here, whatever shards a rank has: a checkpoint is the same file with one device or with many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from mgk.training.checkpoint import Checkpoint, Write
+from mgk.training.configuration import differences
+from mgk.training.distributed import gather, random_state, set_random_state, whole, write_into
+from mgk.training.errors import CheckpointError
+
+OPTIMIZER, RANDOM, WEIGHTS = "optimizer.safetensors", "random.safetensors", "model.safetensors"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+# What may differ between a run and its continuation: none of it changes a number.
+FREE_TO_CHANGE = {
+    "name", "row", "data.workers", "data.timeout", "training.log_every", "training.checkpoint_every",
+    "training.keep_checkpoints", "training.max_skipped",
+}  # fmt: skip
+
+
+def take_weights(model: PreTrainedModel) -> Write:
+    """Copy the weights now; what is returned writes them, with the configuration, as transformers saves a model."""
+    weights = {name: whole(tensor) for name, tensor in _own_tensors(model).items()}
+
+    def write(folder: Path) -> None:
+        with _no_progress_bar():
+            model.save_pretrained(folder, state_dict=weights)
+
+    return write
+
+
+def take_all(model: PreTrainedModel, optimizer: Optimizer, fabric: Fabric) -> Write:
+    """Copy weights, the optimiser's moments and the generators of every rank now; what is returned writes them."""
+    write_weights = take_weights(model)
+    moments = {
+        f"{name}.{key}": whole(value)
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+    generators = gather(fabric, random_state(fabric.device))
+
+    def write(folder: Path) -> None:
+        write_weights(folder)
+        save_file(moments, folder / OPTIMIZER)
+        save_file({name: state.contiguous() for name, state in generators.items()}, folder / RANDOM)
+
+    return write
+
+
+def restore_weights(found: Checkpoint, model: PreTrainedModel) -> None:
+    """Give a model the weights of a checkpoint, if they are its own."""
+    weights, current = load_file(found.folder / WEIGHTS), _own_tensors(model)
+    wrong = [
+        f"{name}: {_shape(weights.get(name))} in the checkpoint, {_shape(current.get(name))} in the model"
+        for name in sorted({*weights, *current})
+        if _shape(weights.get(name)) != _shape(current.get(name))
+    ]
+    if wrong:
+        raise CheckpointError(f"{found.folder} must hold the weights of this model, got {'; '.join(wrong[:5])}")
+    for name, tensor in current.items():
+        write_into(tensor, weights[name])
+
+
+def restore_all(found: Checkpoint, model: PreTrainedModel, optimizer: Optimizer, fabric: Fabric) -> None:
+    """The inverse of :func:`take_all`."""
+    restore_weights(found, model)
+    moments = load_file(found.folder / OPTIMIZER)
+    for name, parameter in model.named_parameters():
+        state: dict[str, Tensor] = {key: torch.zeros_like(parameter) for key in MOMENTS}
+        for key in MOMENTS:
+            write_into(state[key], moments[f"{name}.{key}"])
+        optimizer.state[parameter] = {"step": moments[f"{name}.step"].to(parameter.device), **state}
+    generators = load_file(found.folder / RANDOM)
+    set_random_state({name: state[fabric.global_rank] for name, state in generators.items()}, fabric.device)
+
+
+def check_same_run(found: Checkpoint, now: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that another run wrote: what would come of it is neither the one nor the other."""
+    before = found.manifest
+    changed = {
+        key: values for key, values in differences(before["config"], now["config"]).items() if key not in FREE_TO_CHANGE
+    }
+    if changed:
+        listed = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in changed.items())
+        raise CheckpointError(f"{found.folder} must come from this configuration, got another: {listed}")
+    if before["corpus"] != now["corpus"]:
+        raise CheckpointError(
+            f"{found.folder} must come from this corpus, whose fingerprint is {now['corpus'][:12]}..., "
+            f"got {before['corpus'][:12]}...: was it prepared with other options?"
+        )
+    if before["ranks"] != now["ranks"]:
+        raise CheckpointError(
+            f"{found.folder} must come from as many ranks, {now['ranks']}, got {before['ranks']}: "
+            f"go on with --devices and --nodes as they were"
+        )
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers would draw one for each file, through ours."""
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
+
+
+def _own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters and buffers by name, one that has two names once."""
+    tied = model.all_tied_weights_keys
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+
+
+def _shape(tensor: Tensor | None) -> list[int] | None:
+    return None if tensor is None else list(tensor.shape)

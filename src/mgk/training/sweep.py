@@ -1,0 +1,115 @@
+"""Many runs: every row of a recipe with every seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+import mgk.recipes
+from mgk.training import result
+from mgk.training.commands import default_run, run
+from mgk.training.configuration import differences, to_mapping
+from mgk.training.snapshot import FREE_TO_CHANGE
+
+
+@dataclass
+class Sweep:
+    """What came of the cells of a sweep."""
+
+    recipe: str
+    metric: str
+    """Which one the table shows: that of the validation."""
+    results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """By row, one for each seed that is done."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Why a cell has no result."""
+
+
+def run_sweep(
+    name: str,
+    *,
+    rows: Sequence[str] | None = None,
+    seeds: Sequence[int] = (0,),
+    changes: Sequence[str] = (),
+    folder: Path,
+    source: Path | None = None,
+    device: str = "auto",
+    results: Path | None = None,
+    say: Callable[[str], None] = print,
+) -> Sweep:
+    """Run the cells that have no result yet, one after the other. A cell that fails is noted, and the next one comes.
+
+    Args:
+        name: of the recipe.
+        rows: which of its rows; ``None``: all.
+        seeds: for each row.
+        changes: of the recipe, as ``key=value``.
+        folder: where the runs go, each into ``RECIPE/ROW/seed-N``.
+        source: folder of the raw files.
+        device: ``cpu``, ``cuda`` or ``auto``.
+        results: where to put a copy of every result.
+        say: told which cell is next.
+    """
+    recipe = mgk.recipes.load(name)
+    cells = [(row, recipe.config(row, changes, seed)) for row in (rows or recipe.rows) for seed in seeds]
+    if not cells:
+        raise ValueError(f"a sweep must have rows and seeds, got none of {name}")
+    sweep = Sweep(recipe.name, cells[0][1].validation.metric)
+    for number, (row, config) in enumerate(cells, start=1):
+        place = default_run(config, folder)
+        title = f"{row}, seed {config.seed}"
+        try:
+            found = _finished(place, config)
+            say(f"[{number}/{len(cells)}] {title}: {'done before' if found else place}")
+            if found is None:
+                found = run(config, place, source=source, resume="auto", device=device, results=results, recipe=recipe)
+            sweep.results.setdefault(row, []).append(found)
+        except (ValueError, OSError, RuntimeError) as error:
+            sweep.failed[title] = str(error)
+            say(f"[{number}/{len(cells)}] {title} failed: {error}")
+    return sweep
+
+
+def table_of(sweep: Sweep) -> Table:
+    """Mean and standard error over the seeds of each row, the paper's number beside them."""
+    metric = sweep.metric
+    table = Table("row", f"test {metric}", "standard error", "seeds", "the paper", "parameters", title=sweep.recipe)
+    for row, found in sweep.results.items():
+        values = [each["metrics"]["test"][metric] for each in found]
+        mean, error = mean_and_error(values)
+        published = mgk.recipes.published(sweep.recipe, row)
+        table.add_row(
+            row, f"{mean:.4f}", "" if error is None else f"{error:.4f}", str(len(values)),
+            ", ".join(f"{name} {value:g}" for name, value in published.items()), f"{found[0]['parameters']:,}",
+        )  # fmt: skip
+    for title, why in sweep.failed.items():
+        table.add_row(title, f"[red]{why[:60]}[/red]", "", "0", "", "")
+    return table
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """The mean, and its standard error where there are two values at least."""
+    mean = math.fsum(values) / len(values)
+    if len(values) < 2:
+        return mean, None
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return mean, math.sqrt(variance / len(values))
+
+
+def _finished(folder: Path, config: Any) -> dict[str, Any] | None:
+    """The result of a cell, if it is there and was made with this configuration."""
+    path = folder / result.RESULT
+    if not path.is_file():
+        return None
+    found = result.read(path)
+    changed = {key for key in differences(found["config"], to_mapping(config)) if key not in FREE_TO_CHANGE}
+    if changed:
+        raise ValueError(
+            f"{folder} must hold a run of this configuration, got one that differs in {', '.join(sorted(changed))}"
+        )
+    return found

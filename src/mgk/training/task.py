@@ -1,0 +1,319 @@
+"""What a model learns: which model a corpus needs, its batches, its loss and its metrics."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from mgk.data import Samples, Translations, Windows, translation
+from mgk.data.batches import Batches
+from mgk.data.kind import Progress
+from mgk.data.registry import KINDS
+from mgk.data.store import Corpus, Sequences, Split
+from mgk.evaluation import bleu, perplexity, targets
+from mgk.evaluation.accuracy import accuracy, in_order_of_length
+from mgk.models import (
+    MGKConfig,
+    MGKForCausalLM,
+    MGKForSeq2SeqLM,
+    MGKForSequenceClassification,
+    MGKForSequencePairClassification,
+    architecture,
+    fingerprint,
+)
+from mgk.models.loss import IGNORED
+from mgk.training.configuration import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Which part of the work this process does, and where."""
+
+    device: torch.device
+    precision: torch.dtype | None = None
+    """Of autocast; ``None``: fp32 throughout."""
+    rank: int = 0
+    ranks: int = 1
+
+
+class Task(Protocol):
+    """One kind of task."""
+
+    corpus: Corpus
+
+    def build_model(self) -> PreTrainedModel:
+        """A fresh model."""
+
+    def training_batches(self, rank: int, ranks: int) -> Batches:
+        """Micro-batches of this rank."""
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor], num_targets: Tensor) -> Tensor:
+        """Sum over the targets of a batch divided by ``num_targets``. ``model`` may be wrapped."""
+
+    def count_targets(self, batch: Mapping[str, Tensor]) -> int:
+        """How many terms the loss of a batch has."""
+
+    def count_tokens(self, batch: Mapping[str, Tensor]) -> int:
+        """How many tokens that are not padding the model reads."""
+
+    def evaluate(self, model: nn.Module, split: str, share: Share, progress: Progress) -> dict[str, float]:
+        """The metrics of a split, the same on every rank; ``loss`` is among them."""
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Put what turns text into tokens beside a saved model, where there is such a thing."""
+
+
+def build_task(config: RunConfig, corpus: Corpus) -> Task:
+    """The task of a run."""
+    found = KINDS[corpus.name].task if corpus.name in KINDS else config.task
+    if found != config.task:
+        raise ValueError(f"data.corpus must be one for {config.task}, got {corpus.name}, which is for {found}")
+    kinds: dict[str, Callable[[RunConfig, Corpus], Task]] = {
+        "classification": Classification,
+        "pairs": Classification,
+        "language": Language,
+        "translation": Translation,
+    }
+    return kinds[config.task](config, corpus)
+
+
+def micro_batch(config: RunConfig, ranks: int) -> int:
+    """Samples or tokens of one micro-batch on one rank."""
+    unit = "max_tokens" if config.task == "translation" else "batch_size"
+    together, pieces = getattr(config.training, unit), ranks * config.training.accumulate
+    if together % pieces != 0:
+        raise ValueError(
+            f"training.{unit} must be a multiple of ranks * accumulate = {ranks} * {config.training.accumulate}, "
+            f"got {together}"
+        )
+    return int(together // pieces)
+
+
+class Classification:
+    """A label for a sequence, or for a pair of them."""
+
+    def __init__(self, config: RunConfig, corpus: Corpus) -> None:
+        self.config, self.corpus = config, corpus
+
+    def build_model(self) -> PreTrainedModel:
+        kind = MGKForSequencePairClassification if self._has_pairs else MGKForSequenceClassification
+        return kind(_model_config(self.config))
+
+    def training_batches(self, rank: int, ranks: int) -> Batches:
+        split, data = self.corpus.splits["train"], self.config.data
+        return Samples(
+            sequences=self._sequences(split), labels=split.numbers["labels"], first=split.numbers.get("first"),
+            second=split.numbers.get("second"), batch_size=micro_batch(self.config, ranks), longest=data.longest,
+            width=data.pad_to, by_length=data.by_length, seed=self.config.seed, rank=rank, ranks=ranks,
+        )  # fmt: skip
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor], num_targets: Tensor) -> Tensor:
+        return model(**batch, num_items_in_batch=num_targets).loss
+
+    def count_targets(self, batch: Mapping[str, Tensor]) -> int:
+        return len(batch["labels"])
+
+    def count_tokens(self, batch: Mapping[str, Tensor]) -> int:
+        return sum(int(batch[name].sum()) for name in ("attention_mask", "pair_attention_mask") if name in batch)
+
+    def evaluate(self, model: nn.Module, split: str, share: Share, progress: Progress) -> dict[str, float]:
+        content = self.corpus.splits[split]
+        batches = in_order_of_length(
+            self._sequences(content), content.numbers["labels"], self.config.validation.batch_size,
+            content.numbers.get("first"), content.numbers.get("second"), self.config.data.longest,
+        )  # fmt: skip
+        score = accuracy(
+            model, _limited(batches, self.config, split), device=share.device, precision=share.precision,
+            rank=share.rank, ranks=share.ranks, progress=progress,
+        )  # fmt: skip
+        return {"accuracy": score.accuracy, "loss": score.loss, "count": float(score.count)}
+
+    def save_tokenizer(self, folder: Path) -> None:
+        pass
+
+    @property
+    def _has_pairs(self) -> bool:
+        return self.config.task == "pairs"
+
+    def _sequences(self, split: Split) -> Sequences:
+        return self.corpus.splits["documents"].sequences["text"] if self._has_pairs else split.sequences["text"]
+
+
+class Language:
+    """The next token of a stream."""
+
+    def __init__(self, config: RunConfig, corpus: Corpus) -> None:
+        self.config, self.corpus = config, corpus
+
+    def build_model(self) -> PreTrainedModel:
+        vocabulary = self.corpus.manifest["facts"].get("vocabulary", 256)
+        return MGKForCausalLM(_model_config(self.config, vocab_size=vocabulary))
+
+    def training_batches(self, rank: int, ranks: int) -> Batches:
+        # All ranks and micro-batches read the same rows in turn, so the stream has the rows of a micro-batch.
+        rows = micro_batch(self.config, ranks) * ranks
+        tokens = self._tokens("train")
+        return Windows(tokens=tokens, batch_size=rows, length=self.config.data.longest, rank=rank, ranks=ranks)
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor], num_targets: Tensor) -> Tensor:
+        return model(**batch, num_items_in_batch=num_targets, use_cache=False).loss
+
+    def count_targets(self, batch: Mapping[str, Tensor]) -> int:
+        return batch["shift_labels"].numel()
+
+    def count_tokens(self, batch: Mapping[str, Tensor]) -> int:
+        return batch["input_ids"].numel()
+
+    def evaluate(self, model: nn.Module, split: str, share: Share, progress: Progress) -> dict[str, float]:
+        assert isinstance(model, MGKForCausalLM)
+        tokens = self._tokens(split)
+        length, batch_size = self.config.data.longest, self.config.validation.batch_size
+        if split == "valid" and self.config.validation.limit is not None:
+            tokens = tokens[: self.config.validation.limit * length * batch_size + 1]
+        found = perplexity.disjoint(
+            model, tokens, length=length, batch_size=batch_size, device=share.device, precision=share.precision,
+            rank=share.rank, ranks=share.ranks, progress=progress,
+        )  # fmt: skip
+        return {
+            "loss": found.nats_per_token,
+            "perplexity": found.perplexity,
+            "bits_per_token": found.bits_per_token,
+            "count": float(found.tokens),
+        }
+
+    def save_tokenizer(self, folder: Path) -> None:
+        pass
+
+    def _tokens(self, split: str) -> NDArray[Any]:
+        return self.corpus.splits[split].sequences["text"].tokens
+
+
+class Translation:
+    """A sentence in another language."""
+
+    SPECIAL: ClassVar[dict[str, int]] = {
+        "pad_token_id": translation.PAD,
+        "bos_token_id": translation.BOS,
+        "eos_token_id": translation.EOS,
+        # As fairseq: the decoder starts with the token that ends the sentence before.
+        "decoder_start_token_id": translation.EOS,
+    }
+
+    def __init__(self, config: RunConfig, corpus: Corpus) -> None:
+        self.config, self.corpus = config, corpus
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        return translation.load_tokenizer(self.corpus)
+
+    def build_model(self) -> PreTrainedModel:
+        return MGKForSeq2SeqLM(
+            _model_config(
+                self.config,
+                vocab_size=self.corpus.manifest["facts"]["vocabulary"],
+                source_vocab_size=None,
+                tokenizer_sha256=fingerprint(self.tokenizer),
+                **self.SPECIAL,
+            )
+        )
+
+    def training_batches(self, rank: int, ranks: int) -> Batches:
+        source, target = self._sides("train")
+        return Translations(
+            source=source, target=target, max_tokens=micro_batch(self.config, ranks), seed=self.config.seed,
+            rank=rank, ranks=ranks,
+        )  # fmt: skip
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor], num_targets: Tensor) -> Tensor:
+        smoothing = self.config.training.label_smoothing
+        if smoothing == 0:
+            return model(**batch, num_items_in_batch=num_targets).loss
+        labels = batch["labels"]
+        logits = model(**batch).logits.float()
+        total = F.cross_entropy(
+            logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing
+        )
+        return total / num_targets
+
+    def count_targets(self, batch: Mapping[str, Tensor]) -> int:
+        return int((batch["labels"] != IGNORED).sum())
+
+    def count_tokens(self, batch: Mapping[str, Tensor]) -> int:
+        return int(batch["attention_mask"].sum()) + self.count_targets(batch)
+
+    def evaluate(self, model: nn.Module, split: str, share: Share, progress: Progress) -> dict[str, float]:
+        assert isinstance(model, MGKForSeq2SeqLM)
+        source, target = self._sides(split)
+        batches = Translations(source=source, target=target, max_tokens=self._largest(split), shuffle=False)
+        metrics = targets.of_batches(
+            model, _limited(batches, self.config, split), device=share.device, precision=share.precision,
+            rank=share.rank, ranks=share.ranks, progress=progress,
+        )  # fmt: skip
+        found = {
+            "loss": metrics.nats_per_token,
+            "perplexity": metrics.perplexity,
+            "count": float(metrics.tokens),
+        }
+        if self.config.validation.metric == "bleu":
+            # As fairseq does during training.
+            said = bleu.translate(
+                model, self.corpus, split, max_length_ratio=1.2, max_length_offset=10, max_tokens=self._largest(split),
+                device=share.device, precision=share.precision, rank=share.rank, ranks=share.ranks, progress=progress,
+            )  # fmt: skip
+            wanted = bleu.references(self.corpus, split)
+            found["bleu"] = bleu.score(said, wanted, tokenised=bleu.is_tokenised(self.corpus)).bleu
+        return found
+
+    def save_tokenizer(self, folder: Path) -> None:
+        self.tokenizer.save_pretrained(folder)
+
+    def _sides(self, split: str) -> tuple[Sequences, Sequences]:
+        sequences = self.corpus.splits[split].sequences
+        return sequences["source"], sequences["target"]
+
+    def _largest(self, split: str) -> int:
+        """Tokens of a batch in evaluation: as in training, but room for the longest sentence."""
+        longest = max(int(side.lengths.max(initial=0)) for side in self._sides(split))
+        assert self.config.training.max_tokens is not None
+        return max(longest, self.config.training.max_tokens)
+
+
+class _First:
+    """The first few batches of many."""
+
+    def __init__(self, batches: Batches, count: int) -> None:
+        self.batches, self.count = batches, count
+
+    def __len__(self) -> int:
+        return min(self.count, len(self.batches))
+
+    def batch(self, epoch: int, step: int) -> dict[str, Tensor]:
+        return self.batches.batch(epoch, self._place(step))
+
+    def rows(self, epoch: int, step: int) -> NDArray[np.int64]:
+        return self.batches.rows(epoch, self._place(step))
+
+    def _place(self, step: int) -> int:
+        # Spread out: they are sorted by length.
+        return step * len(self.batches) // len(self)
+
+
+def _limited(batches: Batches, config: RunConfig, split: str) -> Batches:
+    """All batches, but for validation only as many as the configuration says."""
+    limit = config.validation.limit
+    return batches if limit is None or split != "valid" else _First(batches, limit)
+
+
+def _model_config(config: RunConfig, **of_the_corpus: Any) -> MGKConfig:
+    """The configuration of the model; what the corpus decides gives way to what the recipe says."""
+    return architecture(config.model.architecture, **{**of_the_corpus, **config.model.changes})

@@ -1,0 +1,151 @@
+"""What a run leaves to look at: a line of JSON for each measurement, TensorBoard, and a bar for whoever waits."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+METRICS = "metrics.jsonl"
+
+Report = Callable[[str], None]
+
+
+class Curves:
+    """Every measurement of a run, in ``metrics.jsonl`` and for TensorBoard. A full disk costs lines, never the run.
+
+    Args:
+        folder: of the run.
+        step: where it goes on. Lines after this step were written by a process that died before its checkpoint, and
+            will be written again.
+        validated: the last step that was validated, for the same reason.
+        report: told once if something cannot be written.
+        tensorboard: whether to write for TensorBoard as well.
+    """
+
+    def __init__(self, folder: Path, step: int, validated: int, report: Report, *, tensorboard: bool = True) -> None:
+        self.path = folder / METRICS
+        self._report = report
+        self._failed = False
+        self._board: Any = None
+        self._guard(self._drop_after, step, validated)
+        if tensorboard:
+            self._guard(self._open_board, folder, step)
+
+    def write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
+        """Keep one measurement."""
+        self._guard(self._write, step, kind, values)
+
+    def close(self) -> None:
+        if self._board is not None:
+            self._guard(self._board.close)
+
+    def _write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def _open_board(self, folder: Path, step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+
+    def _drop_after(self, step: int, validated: int) -> None:
+        if self.path.exists():
+            lines = read_curves(self.path)
+            kept = [line for line in lines if line["step"] <= (validated if line["kind"] == "valid" else step)]
+            temporary = self.path.with_suffix(".writing")
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            temporary.replace(self.path)
+
+    def _guard(self, action: Callable[..., None], *arguments: Any) -> None:
+        try:
+            action(*arguments)
+        except OSError as error:
+            if not self._failed:
+                self._report(f"the curves cannot be written, the run goes on without: {error}")
+            self._failed = True
+
+
+def read_curves(path: Path) -> list[dict[str, Any]]:
+    """The measurements of a run in order; a line that a dying process cut short is left out."""
+    lines: list[dict[str, Any]] = []
+    if not path.exists():
+        return lines
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int) and "kind" in line:
+            lines.append(line)
+    return lines
+
+
+class Display:
+    """A bar in a terminal, plain lines elsewhere, nothing where ``quiet``.
+
+    Several runs may share one: each has a row of its own.
+    """
+
+    def __init__(self, *, quiet: bool = False, console: Console | None = None, every: float = 30.0) -> None:
+        self.console = console or Console(stderr=True)
+        self.quiet = quiet
+        self.every = every
+        self._is_live = self.console.is_terminal and not quiet
+        self._bars = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
+            TextColumn("{task.fields[says]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+            console=self.console, disable=not self._is_live,
+        )  # fmt: skip
+        self._last: dict[int, float] = {}
+        self._names: dict[int, str] = {}
+
+    def __enter__(self) -> Display:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+    def add(self, name: str, total: int, done: int = 0) -> TaskID:
+        """A new row."""
+        row = self._bars.add_task(name, total=total, completed=done, says="")
+        self._names[row] = name
+        return row
+
+    def update(self, row: TaskID, done: int, total: int, says: str, *, always: bool = False) -> None:
+        """Move a row. Without a terminal this is a line every now and then, and where ``always``."""
+        self._bars.update(row, completed=done, says=says)
+        now = time.monotonic()
+        if not self._is_live and not self.quiet and (always or now - self._last.get(row, 0.0) >= self.every):
+            self._last[row] = now
+            self.say(f"{self._names[row]}: step {done:,} of {total:,}, {says}")
+
+    def say(self, text: str) -> None:
+        """One line for people."""
+        if not self.quiet:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            if not self._is_live:
+                sys.stderr.flush()
