@@ -228,7 +228,7 @@ class _Windows:
     def kept(self, step: int) -> int:
         """How many positions count, from the end of the batch's width."""
         seen_before = 0 if self.windows(step).start == 0 else self.length - self.stride
-        return self.width(step) - 0
+        return self.width(step) - seen_before
 
     def rows(self, epoch: int, step: int) -> NDArray[np.int64]:
         windows = self.windows(step)

@@ -20,7 +20,7 @@ from mgk.data.batches import Batches
 from mgk.data.kind import Progress
 from mgk.data.registry import KINDS
 from mgk.data.store import Corpus, Sequences, Split
-from mgk.evaluation import bleu, perplexity, targets
+from mgk.evaluation import bleu, perplexity
 from mgk.evaluation.accuracy import accuracy, in_order_of_length
 from mgk.models import (
     MGKConfig,
@@ -255,7 +255,7 @@ class Translation:
         assert isinstance(model, MGKForSeq2SeqLM)
         source, target = self._sides(split)
         batches = Translations(source=source, target=target, max_tokens=self._largest(split), shuffle=False)
-        metrics = targets.of_batches(
+        metrics = perplexity.of_batches(
             model, _limited(batches, self.config, split), device=share.device, precision=share.precision,
             rank=share.rank, ranks=share.ranks, progress=progress,
         )  # fmt: skip
