@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from torch import Tensor
 
 import mgk.data
 import mgk.recipes
-from mgk.data.batches import iterate
 from mgk.data.store import Corpus
 from mgk.training.configuration import RunConfig, from_mapping, merge
 from mgk.training.distributed import build_fabric, whole
@@ -53,7 +51,7 @@ LANGUAGE = merge(CLASSIFICATION, {
     "task": "language", "data": {"corpus": "enwik8", "longest": 24},
     # No byte lies in the last cluster, and on one rank perhaps none in the second.
     "model": {"architecture": "wikitext103-small", "adaptive_cutoffs": [100, 120, 200]},
-    "training": {"accumulate": 2}, "validation": {"metric": "loss"},
+    "training": {"accumulate": 2}, "validation": {"metric": "loss", "batch_size": 5},
 })  # fmt: skip
 TRANSLATION = merge(CLASSIFICATION, {
     "task": "translation", "data": {"corpus": "iwslt14"},
@@ -71,7 +69,7 @@ class Case:
     values: dict[str, Any]
     strategy: str = "ddp"
     accumulate_alone: int = 1
-    """Micro-batches that one process needs for every one of two ranks: the batches of translation are made for ranks."""
+    """Micro-batches of one process for every one of two ranks: the batches of translation are made for a rank."""
     is_double: bool = True
     """fp64: nothing hides behind rounding, which Adam would blow up where a gradient is nearly zero."""
     damage: str = ""
@@ -122,18 +120,22 @@ RECIPE = {
     **{key: CLASSIFICATION[key] for key in ("optimizer", "schedule")},
     "data": {**CLASSIFICATION["data"], "options": LISTOPS},
     "model": {**_DROPOUT["model"]},
-    "training": {**CLASSIFICATION["training"], "steps": 60, "checkpoint_every": 5},
+    "training": {**CLASSIFICATION["training"], "steps": 100, "checkpoint_every": 5},
     "validation": {**CLASSIFICATION["validation"], "every": 20},
 }  # fmt: skip
-UNDISTURBED = "undisturbed"
+RECIPE_FILE = "small.yaml"
+UNDISTURBED, STOPPED = "undisturbed", "stopped"
 
 
 def make_corpora(folder: Path) -> None:
-    """Every corpus that the cases read."""
+    """Every corpus that the cases read, and the recipe."""
+    folder.mkdir(parents=True)
+    # By way of JSON: no anchors for what stands there twice.
+    (folder / RECIPE_FILE).write_text(yaml.safe_dump(json.loads(json.dumps(RECIPE))))
     mgk.data.prepare("listops", folder=folder / "listops", **LISTOPS)
     raw = folder / "raw"
     raw.mkdir()
-    words = "the a dog cat runs sleeps over under street house and then it was not here".split()
+    words = ["the", "a", "dog", "cat", "runs", "sleeps", "over", "under", "street", "house", "and", "then", "it"]
     random = np.random.default_rng(0)
     (raw / "enwik8").write_text(" ".join(random.choice(words, 1500)))
     mgk.data.prepare("enwik8", raw, folder / "enwik8", size=6000)
@@ -156,8 +158,8 @@ def run_case(name: str, corpora: Path, folder: Path, *, ranks: int = 1) -> None:
     fabric = build_fabric(device="cpu", devices=ranks, strategy=case.strategy if ranks > 1 else "auto")  # type: ignore[arg-type]
     fabric.launch()
     if case.goes_on and fabric.is_global_zero:
-        shutil.copytree(folder.parent / case.goes_on / "checkpoints" / "step-00000010",
-                        folder / "checkpoints" / "step-00000010")  # fmt: skip
+        for found in (folder.parent / case.goes_on / "checkpoints").glob("*-00000010"):
+            shutil.copytree(found, folder / "checkpoints" / found.name)
     folder.mkdir(parents=True, exist_ok=True)
     fabric.barrier()
     with _precision(case):
@@ -169,34 +171,25 @@ def run_case(name: str, corpora: Path, folder: Path, *, ranks: int = 1) -> None:
         trainer.validate = lambda: validated.append(validate()) or validated[-1]  # type: ignore[method-assign]
         for _ in trainer.steps():
             losses.append(trainer.state.losses[-1] if trainer.state.skipped_in_a_row == 0 else None)
-        # Before the best is loaded.
-        tensors = {name: whole(tensor) for name, tensor in trainer.model.state_dict().items()}
-        tensors |= {f"logits of {name}": tensor for name, tensor in _outputs(trainer).items()}
+        # Cloned before the best is loaded in their place.
+        tensors = {name: whole(tensor).clone() for name, tensor in trainer.model.state_dict().items()}
+        tensors["logits"] = compute_logits(trainer.model)
         result = finish(trainer)
     seen = {"losses": losses, "validated": validated, "metrics": result["metrics"], "skipped": trainer.state.skipped,
             "tokens": trainer.state.tokens, "step": trainer.state.step}  # fmt: skip
-    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()},
-              folder / f"rank-{fabric.global_rank}.safetensors")  # fmt: skip
+    save_file(tensors, folder / f"rank-{fabric.global_rank}.safetensors")
     (folder / f"rank-{fabric.global_rank}.json").write_text(json.dumps(seen))
 
 
-def first_batch(corpus: Corpus, case: Case) -> dict[str, Tensor]:
-    """The same on any rank."""
-    from mgk.training.task import build_task
-
-    batches = build_task(case.config(1), corpus).training_batches(0, 1)
-    batch = next(iter(iterate(batches, 0)))
-    return {name: tensor for name, tensor in batch.items() if name != "shift_labels"}
-
-
-def _outputs(trainer: Trainer) -> dict[str, Tensor]:
-    """Logits of the model as it is; all ranks read the same tokens."""
-    case = Case(values=json.loads(json.dumps(trainer._identity()["config"])))
-    trainer.model.eval()
+def compute_logits(model: Any) -> Tensor:
+    """Of some tokens, the same for everybody."""
+    tokens = torch.arange(3, 27).view(2, 12)
+    inputs = {"input_ids": tokens, **({"decoder_input_ids": tokens[:, 1:6]} if model.config.is_encoder_decoder else {})}
+    model.eval()
     with torch.no_grad():
-        logits = trainer.model(**first_batch(trainer.task.corpus, case)).logits
-    trainer.model.train()
-    return {"the first batch": logits}
+        logits = model(**inputs).logits
+    model.train()
+    return logits.contiguous()
 
 
 @contextlib.contextmanager
@@ -237,16 +230,9 @@ def _damage_gradient(trainer: Trainer) -> None:
 _DAMAGES = {"loss": _damage_loss, "gradient": _damage_gradient}
 
 
-def write_recipe(folder: Path) -> Path:
-    """A recipe file, for commands."""
-    path = folder / "small.yaml"
-    path.write_text(yaml.safe_dump(json.loads(json.dumps(RECIPE))))
-    return path
-
-
 def _run_undisturbed(corpora: Path, folder: Path) -> None:
     """What torchrun's run must come to, however often it starts anew."""
-    config = mgk.recipes.load(write_recipe(corpora.parent) if os.environ["RANK"] == "0" else corpora.parent / "small.yaml").config()
+    config = mgk.recipes.load(corpora / RECIPE_FILE).config()
     fabric = build_fabric(device="cpu", devices=2)
     fabric.launch()
     fit(config, folder, mgk.data.open_corpus("listops", corpora / "listops"), fabric)
@@ -295,17 +281,14 @@ def read_rank(folder: Path, rank: int) -> tuple[dict[str, Any], dict[str, Tensor
     return json.loads((folder / f"rank-{rank}.json").read_text()), load_file(folder / f"rank-{rank}.safetensors")
 
 
-def main(corpora: Path, folder: Path) -> None:
+def main(folder: Path) -> None:
     """All cases, on one of two ranks. The last one ends the process by a signal."""
+    corpora = folder / "corpora"
     for name in CASES:
-        try:
-            run_case(name, corpora, folder / name, ranks=2)
-        except BaseException:
-            (folder / f"failed-{name}-{os.environ['RANK']}").write_text(traceback.format_exc())
-            raise
+        run_case(name, corpora, folder / name, ranks=2)
     _run_undisturbed(corpora, folder / UNDISTURBED)
-    _stop_one(corpora, folder / "stopped")
+    _stop_one(corpora, folder / STOPPED)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

@@ -15,6 +15,7 @@ except ImportError as error:  # pragma: no cover
     raise SystemExit("the command mgk needs typer and transformers: pip install 'mgk[models]'") from error
 
 from mgk.data.commands import app as data_app
+from mgk.demo import demo
 from mgk.training.commands import register as register_training
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ app = typer.Typer(
     help="Attention with a mixture of Gaussian keys.", no_args_is_help=True, pretty_exceptions_enable=False
 )
 app.add_typer(data_app, name="data")
+app.command()(demo)
 register_training(app)
 
 
@@ -31,7 +33,7 @@ def main() -> None:
     """Run the command; what a user did wrong is one line, not a traceback."""
     try:
         app()
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, TypeError, OSError, RuntimeError) as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         raise SystemExit(1) from error
 

@@ -1,5 +1,7 @@
 """Batches: right, in an order that is a pure function, and fast."""
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mgk.data import Samples, Sequences, Translations, Windows, iterate
+from mgk.data import DataError, Samples, Sequences, Translations, Windows, iterate
 
 
 def make_sequences(count=50, longest=30, seed=0, smallest=1):
@@ -55,27 +57,137 @@ def test_batches_made_ahead_are_the_same(workers):
     samples = Samples(sequences=make_sequences(), labels=np.arange(50), batch_size=4)
     got = [batch["labels"].tolist() for batch in iterate(samples, 1, start=2, workers=workers)]
     assert got == [samples.batch(1, step)["labels"].tolist() for step in range(2, len(samples))]
-    threads = threading.active_count()
-    some = iterate(samples, 0, workers=workers)
-    next(some)
+
+
+class Made:
+    """Batches that take their time, each another; ``bad`` is the step that goes wrong, in the way ``fail`` says."""
+
+    def __init__(self, count=8, bad=-1, fail=None):
+        self.count, self.bad, self.fail = count, bad, fail
+        self.made = []
+
+    def __len__(self):
+        return self.count
+
+    def batch(self, epoch, step):
+        # The later ones are ready first.
+        time.sleep(0.002 * (self.count - step))
+        if step == self.bad:
+            self.fail()
+        self.made.append(step)
+        return {"step": torch.tensor(step), "epoch": torch.tensor(epoch)}
+
+
+def makers():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("mgk-batches")]
+
+
+def check_that_none_is_left(seconds=10.0):
+    """A thread ends with the batch that it is making."""
+    until = time.monotonic() + seconds
+    while makers() and time.monotonic() < until:
+        time.sleep(0.005)
+    assert makers() == []
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 5])
+@pytest.mark.parametrize("count", [0, 1, 8])
+def test_the_order_is_kept_and_no_thread_is_left(workers, count):
+    check_that_none_is_left()
+    found = list(iterate(Made(count), 3, workers=workers))
+    assert [int(batch["step"]) for batch in found] == list(range(count))
+    assert all(int(batch["epoch"]) == 3 for batch in found)
+    check_that_none_is_left()
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 5])
+def test_who_stops_early_leaves_no_thread_and_no_work_behind(workers):
+    check_that_none_is_left()
+    batches = Made(100)
+    some = iterate(batches, 0, workers=workers)
+    assert int(next(some)["step"]) == 0
+    assert len(makers()) == workers
     some.close()
-    assert threading.active_count() <= threads
+    made = len(batches.made)
+    check_that_none_is_left()
+    # What each thread is at, and not what else it was asked for.
+    assert len(batches.made) <= made + workers
+    # One that was forgotten is closed by itself.
+    some = iterate(batches, 0, workers=workers)
+    next(some)
+    del some
+    check_that_none_is_left()
 
 
-def test_an_error_in_the_thread_reaches_the_loop():
-    class Broken:
-        def __len__(self):
-            return 3
+def raise_os_error():
+    raise OSError("the disk is gone")
 
-        def batch(self, epoch, step):
-            if step == 1:
-                raise OSError("the disk is gone")
-            return {}
 
-    batches = iterate(Broken(), 0)
-    next(batches)
-    with pytest.raises(OSError, match="the disk is gone"):
+def raise_index_error():
+    raise IndexError("7 is out of bounds")
+
+
+@pytest.mark.parametrize(("workers", "maker"), [(0, "MainThread"), (1, "mgk-batches-0"), (3, r"mgk-batches-[012]")])
+@pytest.mark.parametrize(
+    ("fail", "said"),
+    [(raise_os_error, "OSError in {}: the disk is gone"), (raise_index_error, "IndexError in {}: 7 is out of bounds")],
+)
+def test_an_error_reaches_the_loop_with_its_place(workers, maker, fail, said):
+    """In its turn: the batches before it come first."""
+    check_that_none_is_left()
+    batches = iterate(Made(8, 3, fail), 5, workers=workers, name="listops, train")
+    assert [int(next(batches)["step"]) for _ in range(3)] == [0, 1, 2]
+    expected = f"listops, train must give batch 3 of epoch 5, got {said.format(maker)}"
+    with pytest.raises(DataError, match=expected) as caught:
         next(batches)
+    assert isinstance(caught.value.__cause__, (OSError, IndexError))
+    check_that_none_is_left()
+
+
+def test_a_batch_that_never_comes():
+    event = threading.Event()
+    batches = iterate(Made(8, 2, event.wait), 1, workers=2, timeout=0.3, name="text, train")
+    assert [int(next(batches)["step"]) for _ in range(2)] == [0, 1]
+    started = time.monotonic()
+    with pytest.raises(DataError, match=r"text, train must give batch 2 of epoch 1 within 0\.3 seconds, got none"):
+        next(batches)
+    assert time.monotonic() - started < 5
+    # Here it comes in the end, or its thread would stay.
+    event.set()
+    check_that_none_is_left()
+
+
+def test_a_slow_batch_is_no_dead_one():
+    found = list(iterate(Made(4, 2, lambda: time.sleep(0.3)), 0, workers=1, timeout=5.0))
+    assert len(found) == 4
+
+
+HANGS = """
+import threading
+from mgk.data import DataError, iterate
+
+class Hanging:
+    def __len__(self):
+        return 3
+    def batch(self, epoch, step):
+        threading.Event().wait()
+
+try:
+    next(iterate(Hanging(), 0, workers=2, timeout=0.2))
+except DataError as error:
+    print(error)
+"""
+
+
+def test_a_process_ends_though_its_batches_hang():
+    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.startswith("batches must give batch 0 of epoch 0 within 0.2 seconds, got none")
+    assert done.stderr == ""
+
+
+def test_a_negative_number_of_workers():
+    with pytest.raises(ValueError, match="workers must be at least 0, got -1"):
+        next(iterate(Made(), 0, workers=-1))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -120,15 +120,15 @@ def iterate(
 
 
 def padded(
-    sequences: Sequences, rows: NDArray[np.int64], longest: int, width: int | None = None
+    sequences: Sequences, rows: NDArray[np.int64], longest: int, width: int | None = None, multiple_of: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Sequences as ``input_ids`` and ``attention_mask`` (int8), ``[rows, width]``, padded on the right with 0.
 
-    Each is cut to ``longest`` tokens; ``width=None`` is the longest of these rows.
+    Each is cut to ``longest`` tokens; ``width=None`` is the longest of these rows, rounded up to ``multiple_of``.
     """
     starts = sequences.offsets[rows]
     lengths = np.minimum(sequences.offsets[rows + 1] - starts, longest)
-    width = int(lengths.max(initial=1)) if width is None else width
+    width = -(-int(lengths.max(initial=1)) // multiple_of) * multiple_of if width is None else width
     mask = np.arange(width) < lengths[:, None]
     # In the type of the disk: every large array that is made anew for each batch costs more than it looks.
     tokens = _windows(sequences.tokens, starts, width) * mask
@@ -194,6 +194,8 @@ class Samples:
     """Sequences are cut to so many tokens."""
     width: int | None = None
     """Pad to this; ``None``: to the longest sequence of the batch."""
+    multiple_of: int = 1
+    """Round that longest up: kernels like round numbers, and a compiler dislikes many shapes."""
     seed: int = 0
     shuffle: bool = True
     by_length: bool = True
@@ -208,8 +210,10 @@ class Samples:
 
     def __post_init__(self) -> None:
         _check_share(self.rank, self.ranks)
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        if self.batch_size < 1 or self.multiple_of < 1:
+            raise ValueError(
+                f"batch_size and multiple_of must be at least 1, got {self.batch_size} and {self.multiple_of}"
+            )
         if self.pack and self.second is not None:
             raise ValueError("pack must be False for pairs, got True")
         rest = len(self.labels) % (self.batch_size * self.ranks)
@@ -236,10 +240,10 @@ class Samples:
         labels = torch.from_numpy(np.asarray(self.labels[rows], dtype=np.int64))
         if self.pack:
             return {**packed(self.sequences, first, self.longest), "labels": labels}
-        tokens, mask = padded(self.sequences, first, self.longest, self.width)
+        tokens, mask = padded(self.sequences, first, self.longest, self.width, self.multiple_of)
         batch = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
         if self.second is not None:
-            tokens, mask = padded(self.sequences, self.second[rows], self.longest, self.width)
+            tokens, mask = padded(self.sequences, self.second[rows], self.longest, self.width, self.multiple_of)
             batch |= {"pair_input_ids": tokens, "pair_attention_mask": mask}
         return batch
 
@@ -331,6 +335,8 @@ class Translations:
     target: Sequences
     max_tokens: int
     """Of the longer side, on one rank."""
+    multiple_of: int = 1
+    """Round widths up, beyond ``max_tokens`` if need be: kernels like round numbers, compilers dislike many shapes."""
     seed: int = 0
     shuffle: bool = True
     rank: int = 0
@@ -360,8 +366,8 @@ class Translations:
 
     def batch(self, epoch: int, step: int) -> dict[str, Tensor]:
         rows = self.rows(epoch, step)
-        tokens, mask = padded(self.source, rows, self.max_tokens)
-        labels, label_mask = padded(self.target, rows, self.max_tokens)
+        tokens, mask = padded(self.source, rows, self.max_tokens, multiple_of=self.multiple_of)
+        labels, label_mask = padded(self.target, rows, self.max_tokens, multiple_of=self.multiple_of)
         return {"input_ids": tokens, "attention_mask": mask, "labels": labels.masked_fill(label_mask == 0, -100)}
 
     @functools.cached_property

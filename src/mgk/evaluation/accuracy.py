@@ -95,6 +95,7 @@ def in_order_of_length(
     first: NDArray[np.int64] | None = None,
     second: NDArray[np.int64] | None = None,
     longest: int = 4096,
+    multiple_of: int = 1,
 ) -> Samples:
     """Every sample once, in batches of similar length, so that little is padded; arguments as in :class:`Samples`.
 
@@ -118,6 +119,7 @@ def in_order_of_length(
         first=first[order],
         second=None if second is None else np.asarray(second)[order],
         longest=longest,
+        multiple_of=multiple_of,
         shuffle=False,
         drop_last=False,
     )

@@ -48,7 +48,9 @@ class Recipe:
         if row is not None:
             values = merge(values, {"model": parse_row(row)})
         values = override(values, changes)
-        values["row"] = row_name(values["model"], self.values["model"])
+        # Without a model there is no name for it, and from_mapping says what is missing.
+        if "model" in values:
+            values["row"] = row_name(values["model"], self.values.get("model", {}))
         return from_mapping(RunConfig, values)
 
 

@@ -69,11 +69,7 @@ def save(folder: Path, kind: str, step: int, content: Mapping[str, Any], write: 
             write(temporary)
             files = {path.name: _describe(path) for path in sorted(temporary.iterdir())}
             manifest = {"format": FORMAT, "step": step, **content, "files": files}
-            text = json.dumps(manifest, indent=1, sort_keys=True)
-            (temporary / MANIFEST).write_text(
-                json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": manifest}, sort_keys=True),
-                encoding="utf-8",
-            )
+            (temporary / MANIFEST).write_text(_with_checksum(manifest), encoding="utf-8")
             for path in temporary.iterdir():
                 _flush(path)
             _flush(temporary)
@@ -91,13 +87,16 @@ def save(folder: Path, kind: str, step: int, content: Mapping[str, Any], write: 
 def read(folder: Path) -> Checkpoint:
     """The checkpoint in a folder, every byte of it checked."""
     try:
-        wrapped = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        manifest = wrapped["content"]
-        text = json.dumps(manifest, indent=1, sort_keys=True)
-        if hashlib.sha256(text.encode()).hexdigest() != wrapped["sha256"]:
+        text = (folder / MANIFEST).read_text(encoding="utf-8")
+        manifest = json.loads(text)["content"]
+        # The text itself, not what it says: 1e-05 and 1E-05 are one bit apart, and one number.
+        if _with_checksum(manifest) != text:
             raise CheckpointError(f"{folder / MANIFEST} must have the checksum that it names, got another")
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"{folder} must have format {FORMAT}, got {manifest['format']}")
+        named = re.search(r"-(\d{8,})$", folder.name)
+        if named is not None and int(named[1]) != manifest["step"]:
+            raise CheckpointError(f"{folder} must hold step {int(named[1])}, got {manifest['step']}")
         described = manifest["files"]
         for name, expected in described.items():
             found = _describe(folder / name)
@@ -153,6 +152,12 @@ def remove(path: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _with_checksum(manifest: Mapping[str, Any]) -> str:
+    """The text of a manifest's file."""
+    digest = hashlib.sha256(json.dumps(manifest, indent=1, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"sha256": digest, "content": manifest}, sort_keys=True)
 
 
 def _describe(path: Path) -> dict[str, Any]:

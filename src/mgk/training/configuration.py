@@ -34,6 +34,8 @@ class DataConfig:
     """Put sequences of similar length into one batch, which is then padded to its longest."""
     pad_to: int | None = None
     """Pad every sequence to this length instead, as the published code does; the result is the same, only slower."""
+    multiple_of: int | None = None
+    """Round the longest up to a multiple of this; ``None``: 64 on a GPU, where shapes are compiled, 1 elsewhere."""
     workers: int = 1
     """Threads that make batches while the model is busy; 0 makes each when it is needed."""
     timeout: float = 600.0
@@ -42,6 +44,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         _at_least("data.longest", self.longest, 1)
         _at_least("data.workers", self.workers, 0)
+        if self.multiple_of is not None:
+            _at_least("data.multiple_of", self.multiple_of, 1)
         _positive("data.timeout", self.timeout)
         if self.pad_to is not None and self.pad_to < self.longest:
             raise ValueError(f"data.pad_to must be at least data.longest={self.longest}, got {self.pad_to}")
@@ -114,6 +118,8 @@ class TrainingConfig:
     """``auto`` is bf16 on a GPU that has it, fp32 elsewhere. Weights stay fp32; bf16 and fp16 are autocast."""
     compile: bool | None = None
     """Use ``torch.compile``; ``None``: on a GPU."""
+    cuda_graphs: bool | None = None
+    """Replay recorded updates; ``None``: on a GPU, where one process trains and no prior is set by EM."""
     log_every: int = 50
     """Steps between two lines of the log."""
     checkpoint_every: int = 1000
@@ -179,6 +185,13 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _at_least("seed", self.seed, 0)
+        # Each rank adds to it, and torch takes 64 bits.
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2**63, got {self.seed}")
+        if self.schedule.initial > self.optimizer.lr:
+            raise ValueError(
+                f"schedule.initial must be at most optimizer.lr={self.optimizer.lr}, got {self.schedule.initial}"
+            )
         if self.schedule.warmup > self.training.steps:
             raise ValueError(
                 f"schedule.warmup must be at most training.steps={self.training.steps}, got {self.schedule.warmup}"
@@ -213,7 +226,8 @@ def from_mapping(kind: type[T], values: Mapping[str, Any], where: str = "") -> T
     known = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for key in values:
         if key not in known:
-            raise ValueError(f"{_path(where, key)} is not a key{_nearest(str(key), known)}")
+            hint = _nearest(str(key), known) or f": there are {', '.join(known)}"
+            raise ValueError(f"{_path(where, key)} is not a key{hint}")
     for name, described in known.items():
         required = described.default is MISSING and described.default_factory is MISSING
         if required and values.get(name) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar
@@ -45,6 +46,7 @@ def build_fabric(
     count = 1 if devices is None else devices
     if count < 1 or nodes < 1:
         raise ValueError(f"--devices and --nodes must be at least 1, got {count} and {nodes}")
+    _check_launcher(count, nodes)
     accelerator = "cuda" if has_gpu and device != "cpu" else "cpu"
     if accelerator == "cuda" and count > torch.cuda.device_count():
         raise ValueError(f"--devices must be at most the {torch.cuda.device_count()} GPUs here, got {count}")
@@ -55,6 +57,29 @@ def build_fabric(
         # The mixture's parameters get a gradient even where it is zero, so there is nothing to search for.
         chosen = DDPStrategy(find_unused_parameters=False)
     return Fabric(accelerator=accelerator, devices=count, num_nodes=nodes, strategy=chosen, precision="32-true")
+
+
+def _check_launcher(devices: int, nodes: int) -> None:
+    """Refuse what torchrun or srun has started if it cannot end well."""
+    environ = os.environ
+    # First, since torchrun itself may have been started by srun.
+    if dist.is_torchelastic_launched():
+        launcher, started = "torchrun", int(environ["WORLD_SIZE"])
+        restarts = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+        if restarts > 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # https://github.com/pytorch/pytorch/issues/135712: new processes find the addresses of the dead ones.
+            raise ValueError(
+                f"torchrun must have --standalone or --rdzv-backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in "
+                f"its environment, got --max-restarts {restarts} without: what it starts again would hang"
+            )
+    else:
+        launcher, started = "srun", int(environ.get("SLURM_STEP_NUM_TASKS", "0"))
+    if started > 1 and started != devices * nodes:
+        # Else each would train alone, all in one folder.
+        raise ValueError(
+            f"--devices times --nodes must be the {started} processes that {launcher} has started, "
+            f"got {devices} times {nodes}"
+        )
 
 
 def shard(model: Module, mesh: DeviceMesh) -> Module:
@@ -109,13 +134,14 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 def set_random_state(states: Mapping[str, Tensor], device: torch.device) -> None:
     """The inverse of :func:`random_state`."""
-    torch.set_rng_state(states["torch"].contiguous())
+    # Cloned: of a row of a larger tensor torch reads the first row, or beyond the last.
+    torch.set_rng_state(states["torch"].clone())
     numbers, (gauss, is_none) = _arrays(states["python"], 2)
     random.setstate((3, tuple(map(int, numbers)), None if is_none else float(gauss)))
     keys, (position, has_gauss, cached) = _arrays(states["numpy"], 3)
     np.random.set_state(("MT19937", keys.astype(np.uint32), int(position), int(has_gauss), float(cached)))  # noqa: NPY002
     if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"].contiguous(), device)
+        torch.cuda.set_rng_state(states["cuda"].clone(), device)
 
 
 def gather(fabric: Fabric, states: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -31,12 +31,13 @@ from mgk.data import baselines
 from mgk.data.batches import iterate
 from mgk.data.store import Corpus
 from mgk.models.layer import MGKLayer
-from mgk.nn import parameter_groups, update_priors
+from mgk.nn import EMPrior, parameter_groups, update_priors
 from mgk.training import checkpoint, result, skipped, snapshot
 from mgk.training.checkpoint import Checkpoint, Write
 from mgk.training.configuration import RunConfig, to_mapping
 from mgk.training.distributed import seed_everything, total_norm
 from mgk.training.errors import CheckpointError, CheckpointWriteError, NonFiniteError
+from mgk.training.graphs import GraphedStep
 from mgk.training.lock import RunLock
 from mgk.training.loss_scale import LossScale
 from mgk.training.schedule import rates
@@ -126,7 +127,7 @@ class Trainer:
             rank=fabric.global_rank,
             ranks=fabric.world_size,
         )
-        self.batches = self.task.training_batches(self.share.rank, self.share.ranks)
+        self.batches = self.task.training_batches(self.share)
         self.checkpoints = folder / CHECKPOINTS
 
         seed_everything(config.seed)
@@ -149,6 +150,7 @@ class Trainer:
             if self.share.precision is torch.float16
             else None
         )
+        self._graphs = GraphedStep(self._pass, self._on_device, self.share.device) if self._may_record else None
         self._reports: deque[Report] = deque()
         self._told_to_stop = False
         self._clock, self._logged_seconds, self._logged_tokens = time.perf_counter(), state.seconds, state.tokens
@@ -177,7 +179,9 @@ class Trainer:
                 self._update([next(stream) for _ in range(training.accumulate)])
                 if self.state.step % training.log_every == 0:
                     self._log()
+                self._count_time()
                 yield self.state.step
+                self._clock = time.perf_counter()
         except Interrupted:
             self.save(must=True)
             raise
@@ -235,10 +239,10 @@ class Trainer:
         loss = self._scalar(0.0)
         for number, batch in enumerate(micro_batches):
             with self._without_sync(number < len(micro_batches) - 1):
-                with self._autocast():
-                    part = self.task.loss(self._wrapped, self._on_device(batch), targets / self.share.ranks)
-                self.fabric.backward(part * scale)
-            loss += part.detach()
+                if self._graphs is not None:
+                    loss += self._graphs(batch, targets, scale)
+                else:
+                    loss += self._pass(self._on_device(batch), targets / self.share.ranks, scale)
         tokens = self._scalar(sum(map(self.task.count_tokens, micro_batches)))
         told = self._scalar(self.stop.signal is not None)
         loss, tokens, told = self._sum_over_ranks(torch.stack([loss / self.share.ranks, tokens, told]))
@@ -253,7 +257,7 @@ class Trainer:
         self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
         self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=self._graphs is None)
         update_priors(self.model, skip)
         self._running_loss = skipped.running_mean(loss, self._running_loss, skip)
         if self._loss_scale is not None:
@@ -261,6 +265,13 @@ class Trainer:
 
         self.state.step += 1
         self._queue(torch.stack([loss, norm, skip.float(), tokens, told]))
+
+    def _pass(self, batch: dict[str, Tensor], num_targets: Tensor, scale: Tensor) -> Tensor:
+        """Forward and backward of a batch on the device. Gives the loss."""
+        with self._autocast():
+            loss = self.task.loss(self._wrapped, batch, num_targets)
+        self.fabric.backward(loss * scale)
+        return loss.detach()
 
     def _queue(self, values: Tensor) -> None:
         """Have the values of this update copied to the host, and read those of the one before."""
@@ -279,6 +290,9 @@ class Trainer:
         """Wait for every update that was queued."""
         while self._reports:
             self._read(self._reports.popleft())
+        self._count_time()
+
+    def _count_time(self) -> None:
         now = time.perf_counter()
         self.state.seconds += now - self._clock
         self._clock = now
@@ -373,10 +387,15 @@ class Trainer:
 
             try:
                 checkpoint.save(self.checkpoints, kind, self.state.step, content, write)
-                checkpoint.prune(self.checkpoints, kind, keep)
             except CheckpointWriteError as error:
                 problem = error
                 self._say(f"no checkpoint at step {self.state.step}: {error}")
+            else:
+                try:
+                    checkpoint.prune(self.checkpoints, kind, keep)
+                except OSError as error:
+                    # The new one stands; that an old one does as well costs room only.
+                    self._say(f"an old checkpoint could not be removed: {error}")
         failed = self._sum_over_ranks(self._scalar(float(problem is not None)))
         if must and failed > 0:
             raise problem or CheckpointWriteError("the first rank must write its checkpoint, got an error there")
@@ -413,27 +432,42 @@ class Trainer:
         """Every rank gives the same answer at the same step."""
         return self._told_to_stop if self.share.ranks > 1 else self.stop.signal is not None
 
+    @property
+    def _is_compiled(self) -> bool:
+        wanted = self.config.training.compile
+        return self.share.device.type == "cuda" if wanted is None else wanted
+
+    @property
+    def _may_record(self) -> bool:
+        """Whether updates can be CUDA graphs: not where ranks wait for each other, nor where backward sets priors."""
+        wanted = self.config.training.cuda_graphs is not False and self.share.device.type == "cuda"
+        return wanted and self.share.ranks == 1 and not any(isinstance(m, EMPrior) for m in self.model.modules())
+
     def _compile(self) -> None:
-        is_wanted = self.config.training.compile
-        if is_wanted is None:
-            is_wanted = self.share.device.type == "cuda"
-        if is_wanted:
+        if self._is_compiled:
             # In place, so that weights keep their names. FSDP gathers layer by layer, so that is what is compiled.
             layers = [module for module in self.model.modules() if isinstance(module, MGKLayer)]
             for module in layers if isinstance(self.fabric.strategy, ModelParallelStrategy) else [self.model]:
                 module.compile()
 
     def _on_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.to(self.share.device, non_blocking=True) for name, tensor in batch.items()}
+        moved = {name: tensor.to(self.share.device, non_blocking=True) for name, tensor in batch.items()}
+        if self._is_compiled and self.task.widths_vary:
+            # Else the first width would be compiled for nothing but itself.
+            for tensor in moved.values():
+                if tensor.ndim > 1:
+                    torch._dynamo.maybe_mark_dynamic(tensor, 1)
+        return moved
 
     def _autocast(self) -> torch.autocast:
         precision = self.share.precision
         return torch.autocast(self.share.device.type, dtype=precision, enabled=precision is not None)
 
     def _without_sync(self, enabled: bool) -> contextlib.AbstractContextManager[Any]:
-        if self.share.ranks == 1:
+        # Not with enabled=False: under FSDP2 Fabric's context would leave every backward pass after it without sync.
+        if self.share.ranks == 1 or not enabled:
             return contextlib.nullcontext()
-        return self.fabric.no_backward_sync(self._wrapped, enabled=enabled)
+        return self.fabric.no_backward_sync(self._wrapped)
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         return value if self.share.ranks == 1 else torch.as_tensor(self.fabric.all_reduce(value, reduce_op="sum"))

@@ -5,21 +5,27 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
 """SIGUSR1 is what SLURM can be told to send before time is up."""
 
+ECHO = 1.0
+
 
 class GracefulStop:
     """Within this context the first signal is remembered in :attr:`signal`, and a second one ends the process at once.
 
-    Nothing is interrupted: whoever runs a loop asks :attr:`signal` when it suits, and leaves with :attr:`exit_code`.
+    One that follows within :data:`ECHO` seconds is the first again: ``timeout``, launchers and batch systems send one
+    to a process and one to its group. Nothing is interrupted: whoever runs a loop asks :attr:`signal` when it suits,
+    and leaves with :attr:`exit_code`.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._when = 0.0
         self._before: dict[int, Any] = {}
 
     @property
@@ -41,7 +47,9 @@ class GracefulStop:
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
+        now = time.monotonic()
+        if self.signal is None:
+            self.signal, self._when = number, now
+        elif now - self._when >= ECHO:
             # Not sys.exit: that would run handlers which may be what hangs. Files appear by rename, so none is half.
             os._exit(128 + number)
-        self.signal = number

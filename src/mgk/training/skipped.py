@@ -19,7 +19,7 @@ def describe(
     """The samples of micro-batch ``number``, its largest logit, and the gradient of every part of the model.
 
     The batch is run again without dropout, on the weights of now, which that update did not change. Nothing is left
-    behind: no gradients, no random numbers drawn.
+    behind: no gradient, no random numbers drawn.
 
     Args:
         model: whose gradients are looked at.
@@ -34,7 +34,8 @@ def describe(
         norms = {name: float(total_norm(gradients)) for name, gradients in _gradients(model)}
     finally:
         model.train()
-        model.zero_grad(set_to_none=True)
+        # In place: a recorded update knows where they are.
+        model.zero_grad(set_to_none=False)
     logits = getattr(outputs, "logits", None)
     return {
         "epoch": epoch,

@@ -28,8 +28,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 # What may differ between a run and its continuation: none of it changes a number.
 FREE_TO_CHANGE = {
-    "name", "row", "data.workers", "data.timeout", "training.log_every", "training.checkpoint_every",
-    "training.keep_checkpoints", "training.max_skipped",
+    "name", "row", "data.multiple_of", "data.workers", "data.timeout", "training.log_every",
+    "training.checkpoint_every", "training.cuda_graphs", "training.keep_checkpoints",
+    "training.max_skipped",
 }  # fmt: skip
 
 
@@ -81,6 +82,9 @@ def restore_all(found: Checkpoint, model: PreTrainedModel, optimizer: Optimizer,
     restore_weights(found, model)
     moments = load_file(found.folder / OPTIMIZER)
     for name, parameter in model.named_parameters():
+        if f"{name}.step" not in moments:
+            # Before the first update there are none.
+            continue
         state: dict[str, Tensor] = {key: torch.zeros_like(parameter) for key in MOMENTS}
         for key in MOMENTS:
             write_into(state[key], moments[f"{name}.{key}"])

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -45,17 +46,23 @@ class Share:
     rank: int = 0
     ranks: int = 1
 
+    def multiple_of(self, config: RunConfig) -> int:
+        """What widths of batches are rounded up to."""
+        return config.data.multiple_of or (64 if self.device.type == "cuda" else 1)
+
 
 class Task(Protocol):
     """One kind of task."""
 
     corpus: Corpus
+    widths_vary: bool
+    """Whether batches have different shapes."""
 
     def build_model(self) -> PreTrainedModel:
         """A fresh model."""
 
-    def training_batches(self, rank: int, ranks: int) -> Batches:
-        """Micro-batches of this rank."""
+    def training_batches(self, share: Share) -> Batches:
+        """Micro-batches of a rank."""
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor], num_targets: Tensor) -> Tensor:
         """Sum over the targets of a batch divided by ``num_targets``. ``model`` may be wrapped."""
@@ -104,17 +111,19 @@ class Classification:
 
     def __init__(self, config: RunConfig, corpus: Corpus) -> None:
         self.config, self.corpus = config, corpus
+        self.widths_vary = config.data.pad_to is None
 
     def build_model(self) -> PreTrainedModel:
         kind = MGKForSequencePairClassification if self._has_pairs else MGKForSequenceClassification
         return kind(_model_config(self.config))
 
-    def training_batches(self, rank: int, ranks: int) -> Batches:
+    def training_batches(self, share: Share) -> Batches:
         split, data = self.corpus.splits["train"], self.config.data
         return Samples(
             sequences=self._sequences(split), labels=split.numbers["labels"], first=split.numbers.get("first"),
-            second=split.numbers.get("second"), batch_size=micro_batch(self.config, ranks), longest=data.longest,
-            width=data.pad_to, by_length=data.by_length, seed=self.config.seed, rank=rank, ranks=ranks,
+            second=split.numbers.get("second"), batch_size=micro_batch(self.config, share.ranks), longest=data.longest,
+            width=data.pad_to, multiple_of=share.multiple_of(self.config), by_length=data.by_length,
+            seed=self.config.seed, rank=share.rank, ranks=share.ranks,
         )  # fmt: skip
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor], num_targets: Tensor) -> Tensor:
@@ -131,6 +140,7 @@ class Classification:
         batches = in_order_of_length(
             self._sequences(content), content.numbers["labels"], self.config.validation.batch_size,
             content.numbers.get("first"), content.numbers.get("second"), self.config.data.longest,
+            share.multiple_of(self.config),
         )  # fmt: skip
         score = accuracy(
             model, _limited(batches, self.config, split), device=share.device, precision=share.precision,
@@ -152,6 +162,8 @@ class Classification:
 class Language:
     """The next token of a stream."""
 
+    widths_vary = False
+
     def __init__(self, config: RunConfig, corpus: Corpus) -> None:
         self.config, self.corpus = config, corpus
 
@@ -159,11 +171,13 @@ class Language:
         vocabulary = self.corpus.manifest["facts"].get("vocabulary", 256)
         return MGKForCausalLM(_model_config(self.config, vocab_size=vocabulary))
 
-    def training_batches(self, rank: int, ranks: int) -> Batches:
+    def training_batches(self, share: Share) -> Batches:
         # All ranks and micro-batches read the same rows in turn, so the stream has the rows of a micro-batch.
-        rows = micro_batch(self.config, ranks) * ranks
+        rows = micro_batch(self.config, share.ranks) * share.ranks
         tokens = self._tokens("train")
-        return Windows(tokens=tokens, batch_size=rows, length=self.config.data.longest, rank=rank, ranks=ranks)
+        return Windows(
+            tokens=tokens, batch_size=rows, length=self.config.data.longest, rank=share.rank, ranks=share.ranks
+        )
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor], num_targets: Tensor) -> Tensor:
         return model(**batch, num_items_in_batch=num_targets, use_cache=False).loss
@@ -201,6 +215,7 @@ class Language:
 class Translation:
     """A sentence in another language."""
 
+    widths_vary = True
     SPECIAL: ClassVar[dict[str, int]] = {
         "pad_token_id": translation.PAD,
         "bos_token_id": translation.BOS,
@@ -227,11 +242,11 @@ class Translation:
             )
         )
 
-    def training_batches(self, rank: int, ranks: int) -> Batches:
+    def training_batches(self, share: Share) -> Batches:
         source, target = self._sides("train")
         return Translations(
-            source=source, target=target, max_tokens=micro_batch(self.config, ranks), seed=self.config.seed,
-            rank=rank, ranks=ranks,
+            source=source, target=target, max_tokens=micro_batch(self.config, share.ranks), seed=self.config.seed,
+            multiple_of=share.multiple_of(self.config), rank=share.rank, ranks=share.ranks,
         )  # fmt: skip
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor], num_targets: Tensor) -> Tensor:
@@ -254,7 +269,10 @@ class Translation:
     def evaluate(self, model: nn.Module, split: str, share: Share, progress: Progress) -> dict[str, float]:
         assert isinstance(model, MGKForSeq2SeqLM)
         source, target = self._sides(split)
-        batches = Translations(source=source, target=target, max_tokens=self._largest(split), shuffle=False)
+        batches = Translations(
+            source=source, target=target, max_tokens=self._largest(split), multiple_of=share.multiple_of(self.config),
+            shuffle=False,
+        )  # fmt: skip
         metrics = perplexity.of_batches(
             model, _limited(batches, self.config, split), device=share.device, precision=share.precision,
             rank=share.rank, ranks=share.ranks, progress=progress,
@@ -316,4 +334,8 @@ def _limited(batches: Batches, config: RunConfig, split: str) -> Batches:
 
 def _model_config(config: RunConfig, **of_the_corpus: Any) -> MGKConfig:
     """The configuration of the model; what the corpus decides gives way to what the recipe says."""
-    return architecture(config.model.architecture, **{**of_the_corpus, **config.model.changes})
+    try:
+        return architecture(config.model.architecture, **{**of_the_corpus, **config.model.changes})
+    except StrictDataclassError as error:
+        # It wraps what we or transformers said, and is no ValueError: a sweep would end at a row that cannot be built.
+        raise ValueError(f"model must be one that can be built, got: {error.__cause__ or error}") from error

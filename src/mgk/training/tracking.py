@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -104,11 +104,13 @@ def read_curves(path: Path) -> list[dict[str, Any]]:
 class Display:
     """A bar in a terminal, plain lines elsewhere, nothing where ``quiet``.
 
-    Several runs may share one: each has a row of its own.
+    Several runs may share one: each has a row of its own. A log on a full disk, a pipe that nobody reads any more or a
+    terminal that has gone away cost lines, never the run.
     """
 
     def __init__(self, *, quiet: bool = False, console: Console | None = None, every: float = 30.0) -> None:
         self.console = console or Console(stderr=True)
+        self.console.file = cast(IO[str], _Careless(self.console.file))
         self.quiet = quiet
         self.every = every
         self._is_live = self.console.is_terminal and not quiet
@@ -147,5 +149,22 @@ class Display:
         """One line for people."""
         if not self.quiet:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-            if not self._is_live:
-                sys.stderr.flush()
+
+
+class _Careless:
+    """A file for people to look at, whose errors are not worth a run. rich would end the program at a closed pipe."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
