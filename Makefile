@@ -5,7 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup test lint format bench bench-data accuracy clean
+.PHONY: demo setup test lint format bench bench-data bench-training accuracy clean
+
+demo: $(READY)  ## train two small models side by side and write runs/demo/report.html
+	$(BIN)/mgk demo
 
 setup: $(READY)  ## virtual environment in .venv with everything the tests need
 
@@ -31,6 +34,9 @@ bench: $(READY)  ## speed of attention on this CPU, next to stock softmax
 
 bench-data: $(READY)  ## time and memory of preparing the corpora in DATA, and of one batch: results/bench/data-cpu.json
 	$(BIN)/python benchmarks/data.py $(DATA)
+
+bench-training: $(READY)  ## the training loop beside the bare model step, with the IMDb files in DATA
+	$(BIN)/python benchmarks/training.py $(DATA)
 
 accuracy: $(READY)  ## errors against fp64: results/accuracy/cpu.json and the table of docs/numerics.md
 	$(BIN)/python benchmarks/accuracy.py

@@ -31,6 +31,8 @@ from mgk.training.loop import Trainer
 from mgk.training.result import device_name, versions
 
 WIDTH = 4096
+NAMES = ("bare", "loop", "by_length")
+PUBLISHED = Path(__file__).parent.parent / "results" / "bench" / "training-h200.json"
 
 
 def synchronize(device: torch.device) -> None:
@@ -112,6 +114,21 @@ def measure(heads: int, corpus: Corpus, steps: int, warmup: int, rounds: int, fo
     }
 
 
+def table(path: Path = PUBLISHED) -> str:
+    """The Markdown of docs/training.md."""
+    lines = [
+        "| heads | bare step | loop | over bare | batches of similar length | samples/s over padding to 4,096 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+        bare, loop, by_length = (f"{1000 * row['seconds_per_step'][name]:.2f} ms" for name in NAMES)
+        lines.append(
+            f"| {row['heads']} | {bare} | {loop} | {row['loop_over_bare']:.3f}x | {by_length} | "
+            f"{row['by_length_over_padded']:.2f}x |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="folder with the IMDb files")
@@ -132,13 +149,7 @@ def main() -> None:
     written = {"device": device_name(device), "versions": versions(), "corpus": corpus.fingerprint, "rows": rows}
     options.to.parent.mkdir(parents=True, exist_ok=True)
     options.to.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-    print(f"{'heads':>5} {'bare ms':>9} {'loop ms':>9} {'over bare':>9} {'by length ms':>12} {'faster':>7}")
-    for row in rows:
-        bare, loop, by_length = (1000 * row["seconds_per_step"][name] for name in ("bare", "loop", "by_length"))
-        print(
-            f"{row['heads']:>5} {bare:>9.2f} {loop:>9.2f} {row['loop_over_bare']:>8.3f}x {by_length:>12.2f} "
-            f"{row['by_length_over_padded']:>6.2f}x"
-        )
+    print(table(options.to))
 
 
 if __name__ == "__main__":

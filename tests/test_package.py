@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from cases import relative_error
 
@@ -42,7 +43,7 @@ def test_version_matches_the_changelog():
 
 
 def test_code_in_the_docs_runs():
-    for page in (ROOT / "README.md", ROOT / "docs" / "models.md", ROOT / "docs" / "data.md"):
+    for page in (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("models", "data", "training"))):
         blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
         assert blocks
         for block in blocks:
@@ -117,11 +118,12 @@ def test_benchmark_prints_its_ratios():
     assert sorted(rows) == sorted(["softmax", "gaussian", "smgk", "mgk"] * 2)
 
 
-def test_numbers_in_the_docs_come_from_results():
-    spec = importlib.util.spec_from_file_location("accuracy", ROOT / "benchmarks" / "accuracy.py")
-    accuracy = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(accuracy)
-    assert accuracy.table() in (ROOT / "docs" / "numerics.md").read_text()
+@pytest.mark.parametrize(("benchmark", "page"), [("accuracy", "numerics"), ("training", "training")])
+def test_numbers_in_the_docs_come_from_results(benchmark, page):
+    spec = importlib.util.spec_from_file_location(benchmark, ROOT / "benchmarks" / f"{benchmark}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.table() in (ROOT / "docs" / f"{page}.md").read_text()
 
 
 def test_docs_name_tests_that_exist():

@@ -14,28 +14,35 @@ from mgk.ops import (
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from mgk import data, models
+    from mgk import analysis, data, evaluation, models, recipes, training
 
 __version__ = "0.1.0"
 
+# Imported on first use: they need what the rest does without.
+_LAZY = ("analysis", "data", "evaluation", "models", "recipes", "training")
+
 __all__ = [
     "MixtureAttention",
+    "analysis",
     "build_attention",
     "data",
     "debug_checks",
+    "evaluation",
     "mixture_attention",
     "mixture_log_density",
     "mixture_responsibilities",
     "mixture_weights",
     "models",
+    "recipes",
     "replace_attention",
+    "training",
     "update_priors",
 ]
 
 
 def __getattr__(name: str) -> "ModuleType":
-    """``mgk.models`` and ``mgk.data`` on first use: they import what the rest does without."""
-    if name not in ("data", "models"):
+    """``mgk.models``, ``mgk.training`` and their like, on first use."""
+    if name not in _LAZY:
         raise AttributeError(f"module 'mgk' has no attribute {name!r}")
     import importlib
 
@@ -44,8 +51,9 @@ def __getattr__(name: str) -> "ModuleType":
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.startswith("mgk"):
             raise
-        raise ImportError(f"mgk.{name} needs {error.name}: pip install 'mgk[models]'") from error
+        extra = "models" if name in ("analysis", "data", "models") else "train"
+        raise ImportError(f"mgk.{name} needs {error.name}: pip install 'mgk[{extra}]'") from error
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "data", "models"})
+    return sorted({*globals(), *_LAZY})

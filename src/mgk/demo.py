@@ -126,8 +126,8 @@ def make_report(trained: dict[str, tuple[Trainer, dict[str, Any]]], corpus: Corp
         notes=[
             f"One seed, {count:,} test lists: differences below {2 * error:.1%} are noise.",
             "FLOPs count every product of a forward pass once, as the algebra needs it; bytes are those of bf16.",
-            "ms a step: one update on this CPU with stock kernels, both models in turn. With lists this short it is small "
-            "operations that take the time, not attention.",
+            "ms a step: one update on this CPU with stock kernels, both models in turn. With lists this short it is "
+            "small operations that take the time, not attention.",
         ],
         command=command,
     )

@@ -157,9 +157,9 @@ def evaluate(
     )  # fmt: skip
     table = Table("metric", "value", title=f"{found['recipe']} {found['row']}, {split}")
     for name, value in found["metrics"].items():
-        table.add_row(name, _number(value))
+        table.add_row(name, show_metric(name, value))
     for name, value in found["baselines"].items():
-        table.add_row(f"[dim]{name}[/dim]", f"[dim]{_number(value)}[/dim]")
+        table.add_row(f"[dim]{name}[/dim]", f"[dim]{show_metric(name, value)}[/dim]")
     Console().print(table)
 
 
@@ -218,10 +218,13 @@ def _parse_resume(text: str) -> Any:
     return int(text)
 
 
-def _number(value: Any) -> str:
+def show_metric(name: str, value: Any) -> str:
+    """A metric for people. Accuracies are percent, as the paper has them."""
     if not isinstance(value, float):
         return f"{value}"
-    return f"{value:,.0f}" if value == round(value) and abs(value) >= 100 else f"{value:.4f}"
+    if name == "count":
+        return f"{value:,.0f}"
+    return f"{100 * value:.2f} %" if name.endswith("accuracy") and value <= 1 else f"{value:.4f}"
 
 
 def _table(found: dict[str, Any]) -> Table:
@@ -231,11 +234,13 @@ def _table(found: dict[str, Any]) -> Table:
     table = Table("", "value", title=f"{found['recipe']} {found['row']}, seed {found['seed']}")
     for split, metrics in found["metrics"].items():
         for name, value in metrics.items():
-            table.add_row(f"{split} {name}", _number(value))
+            table.add_row(f"{split} {name}", show_metric(name, value))
     for name, value in mgk.recipes.published(found["recipe"], found["row"]).items():
-        table.add_row(f"[dim]the paper: {name}[/dim]", f"[dim]{_number(value)}[/dim]")
+        # Its accuracies are percent already.
+        unit = " %" if name.endswith("accuracy") else ""
+        table.add_row(f"[dim]the paper: {name}[/dim]", f"[dim]{value:.2f}{unit}[/dim]")
     for name, value in found["baselines"].items():
-        table.add_row(f"[dim]{name}[/dim]", f"[dim]{_number(value)}[/dim]")
+        table.add_row(f"[dim]{name}[/dim]", f"[dim]{show_metric(name, value)}[/dim]")
     table.add_row("parameters", f"{found['parameters']:,}")
     table.add_row("best step", f"{found['best_step']:,} of {found['steps']:,}")
     table.add_row("seconds of training", f"{found['seconds']:,.0f}")

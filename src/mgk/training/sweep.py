@@ -12,7 +12,7 @@ from rich.table import Table
 
 import mgk.recipes
 from mgk.training import result
-from mgk.training.commands import default_run, run
+from mgk.training.commands import default_run, run, show_metric
 from mgk.training.configuration import differences, to_mapping
 from mgk.training.snapshot import FREE_TO_CHANGE
 
@@ -84,7 +84,7 @@ def table_of(sweep: Sweep) -> Table:
         mean, error = mean_and_error(values)
         published = mgk.recipes.published(sweep.recipe, row)
         table.add_row(
-            row, f"{mean:.4f}", "" if error is None else f"{error:.4f}", str(len(values)),
+            row, show_metric(metric, mean), "" if error is None else show_metric(metric, error), str(len(values)),
             ", ".join(f"{name} {value:g}" for name, value in published.items()), f"{found[0]['parameters']:,}",
         )  # fmt: skip
     for title, why in sweep.failed.items():
