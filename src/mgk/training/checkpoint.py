@@ -47,7 +47,7 @@ class Checkpoint:
 
 
 def save(folder: Path, kind: str, step: int, content: Mapping[str, Any], write: Write) -> Checkpoint:
-    """Write checkpoint ``folder/kind-step``. One that stands there is kept if it is whole, and replaced if not.
+    """Write checkpoint ``folder/kind-step``. One that stands there with the same bytes is kept, another is replaced.
 
     Args:
         folder: where checkpoints are kept.
@@ -56,11 +56,8 @@ def save(folder: Path, kind: str, step: int, content: Mapping[str, Any], write: 
         content: goes into the manifest.
         write: puts the files into a folder.
     """
-    target = folder / f"{kind}-{step:08d}"
+    target = place(folder, kind, step)
     temporary = folder / f"{WRITING}{target.name}-{os.getpid()}"
-    # Never removed to be written again: between the two there might be none.
-    with contextlib.suppress(CheckpointError):
-        return read(target)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
@@ -73,6 +70,12 @@ def save(folder: Path, kind: str, step: int, content: Mapping[str, Any], write: 
             for path in temporary.iterdir():
                 _flush(path)
             _flush(temporary)
+            # Kept, if it says the same: between removing and renaming there would be none.
+            with contextlib.suppress(CheckpointError):
+                found = read(target)
+                if found.manifest["files"] == files:
+                    shutil.rmtree(temporary)
+                    return found
             remove(target)
             temporary.rename(target)
             _flush(folder)
@@ -86,9 +89,23 @@ def save(folder: Path, kind: str, step: int, content: Mapping[str, Any], write: 
 
 def read(folder: Path) -> Checkpoint:
     """The checkpoint in a folder, every byte of it checked."""
-    try:
+    manifest = _manifest(folder)
+    with _typed_damage(folder):
+        for name, expected in manifest["files"].items():
+            found = _describe(folder / name)
+            if found != expected:
+                raise CheckpointError(
+                    f"{folder / name} must have {expected['bytes']} bytes with SHA-256 {expected['sha256'][:12]}..., "
+                    f"got {found['bytes']} with {found['sha256'][:12]}..."
+                )
+    return Checkpoint(folder, manifest)
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says about itself, if it is what was written."""
+    with _typed_damage(folder):
         text = (folder / MANIFEST).read_text(encoding="utf-8")
-        manifest = json.loads(text)["content"]
+        manifest: dict[str, Any] = json.loads(text)["content"]
         # The text itself, not what it says: 1e-05 and 1E-05 are one bit apart, and one number.
         if _with_checksum(manifest) != text:
             raise CheckpointError(f"{folder / MANIFEST} must have the checksum that it names, got another")
@@ -97,19 +114,28 @@ def read(folder: Path) -> Checkpoint:
         named = re.search(r"-(\d{8,})$", folder.name)
         if named is not None and int(named[1]) != manifest["step"]:
             raise CheckpointError(f"{folder} must hold step {int(named[1])}, got {manifest['step']}")
-        described = manifest["files"]
-        for name, expected in described.items():
-            found = _describe(folder / name)
-            if found != expected:
-                raise CheckpointError(
-                    f"{folder / name} must have {expected['bytes']} bytes with SHA-256 {expected['sha256'][:12]}..., "
-                    f"got {found['bytes']} with {found['sha256'][:12]}..."
-                )
+        return manifest
+
+
+@contextlib.contextmanager
+def _typed_damage(folder: Path) -> Iterator[None]:
+    """Whatever a damaged checkpoint makes of the code that reads it, as one kind of error."""
+    try:
+        yield
+    except CheckpointError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{folder} must be a whole checkpoint, got {type(error).__name__}: {error}") from error
-    return Checkpoint(folder, manifest)
+
+
+def place(folder: Path, kind: str, step: int) -> Path:
+    """Where the checkpoint of a step is, or would be."""
+    return folder / f"{kind}-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's name says."""
+    return int(path.name.rsplit("-", 1)[1])
 
 
 def candidates(folder: Path, kind: str) -> list[Path]:
@@ -117,7 +143,7 @@ def candidates(folder: Path, kind: str) -> list[Path]:
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if re.fullmatch(rf"{re.escape(kind)}-\d{{8,}}", path.name)]
-    return sorted(found, key=lambda path: int(path.name.rsplit("-", 1)[1]), reverse=True)
+    return sorted(found, key=step_of, reverse=True)
 
 
 def newest(folder: Path, kind: str, report: Callable[[str], None]) -> Checkpoint | None:
@@ -130,11 +156,17 @@ def newest(folder: Path, kind: str, report: Callable[[str], None]) -> Checkpoint
     return None
 
 
-def prune(folder: Path, kind: str, keep: int) -> None:
-    """Remove all but the newest, and what a process that died has left behind."""
-    for path in candidates(folder, kind)[keep:]:
+def prune(folder: Path, kind: str, keep: int) -> list[Checkpoint]:
+    """Remove all but the newest, and what a process that died has left behind. Those that stay, without the damaged."""
+    found = candidates(folder, kind)
+    for path in found[keep:]:
         remove(path)
     clean(folder)
+    kept = []
+    for path in found[:keep]:
+        with contextlib.suppress(CheckpointError):
+            kept.append(Checkpoint(path, _manifest(path)))
+    return kept
 
 
 def clean(folder: Path) -> None:

@@ -203,7 +203,7 @@ class Trainer:
         # One that is not a number is never the best.
         if score == score and (self.state.best is None or score > self.state.best):
             self.state.best, self.state.best_step = score, self.state.step
-            self._write(BEST, {"metrics": metrics}, snapshot.take_weights(self.model), keep=1)
+            self._write(BEST, {"metrics": metrics}, snapshot.take_weights(self.model))
         self._clock = time.perf_counter()
         return metrics
 
@@ -215,14 +215,16 @@ class Trainer:
         """Write a checkpoint. One that cannot be written is reported, and is an error only where it ``must``."""
         self._settle()
         files = snapshot.take_all(self.model, self.optimizer, self.fabric)
-        self._write(STEP, self._manifest(), files, keep=self.config.training.keep_checkpoints, must=must)
+        self._write(STEP, self._manifest(), files, must=must)
+        if self._is_first:
+            self._prune()
         self._clock = time.perf_counter()
 
     def load_best(self) -> Checkpoint:
         """Give the model the weights of the best validation."""
-        found = checkpoint.newest(self.checkpoints, BEST, self._say)
-        if found is None:
-            raise CheckpointError(f"{self.checkpoints} must hold the best model, got none")
+        if self.state.best is None:
+            raise CheckpointError(f"{self.folder} must have validated at least once with a finite metric, got none")
+        found = checkpoint.read(checkpoint.place(self.checkpoints, BEST, self.state.best_step))
         snapshot.restore_weights(found, self.model)
         return found
 
@@ -347,7 +349,7 @@ class Trainer:
     def _resume(self, resume: Resume) -> None:
         """Go on where a checkpoint was written."""
         if isinstance(resume, int):
-            found: Checkpoint | None = checkpoint.read(self.checkpoints / f"{STEP}-{resume:08d}")
+            found: Checkpoint | None = checkpoint.read(checkpoint.place(self.checkpoints, STEP, resume))
         elif resume == "never" and checkpoint.candidates(self.checkpoints, STEP):
             raise CheckpointError(f"{self.checkpoints} must be empty with --resume never, got checkpoints")
         else:
@@ -376,7 +378,7 @@ class Trainer:
             self.state.since_overflow = float(self._loss_scale.since_overflow)
         return {**self._identity(), "state": dataclasses.asdict(self.state)}
 
-    def _write(self, kind: str, content: dict[str, Any], files: Write, *, keep: int, must: bool = False) -> None:
+    def _write(self, kind: str, content: dict[str, Any], files: Write, *, must: bool = False) -> None:
         """Write a checkpoint on the first rank; all agree on whether it worked."""
         problem: CheckpointWriteError | None = None
         if self._is_first:
@@ -390,15 +392,21 @@ class Trainer:
             except CheckpointWriteError as error:
                 problem = error
                 self._say(f"no checkpoint at step {self.state.step}: {error}")
-            else:
-                try:
-                    checkpoint.prune(self.checkpoints, kind, keep)
-                except OSError as error:
-                    # The new one stands; that an old one does as well costs room only.
-                    self._say(f"an old checkpoint could not be removed: {error}")
         failed = self._sum_over_ranks(self._scalar(float(problem is not None)))
         if must and failed > 0:
             raise problem or CheckpointWriteError("the first rank must write its checkpoint, got an error there")
+
+    def _prune(self) -> None:
+        """Remove old checkpoints, but no best model that one of those which stay would go on with."""
+        try:
+            kept = checkpoint.prune(self.checkpoints, STEP, self.config.training.keep_checkpoints)
+            needed = {self.state.best_step, *(each.manifest["state"]["best_step"] for each in kept)}
+            for path in checkpoint.candidates(self.checkpoints, BEST):
+                if checkpoint.step_of(path) not in needed:
+                    checkpoint.remove(path)
+        except OSError as error:
+            # The new one stands; that an old one does as well costs room only.
+            self._say(f"an old checkpoint could not be removed: {error}")
 
     def _log(self) -> None:
         self._settle()
