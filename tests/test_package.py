@@ -1,7 +1,9 @@
 """What a user meets first: the import, the README, the example, the benchmark."""
 
 import importlib.util
+import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -61,11 +63,84 @@ def test_language_model_example_learns(tmp_path):
     assert written.startswith("Attention")
 
 
-def test_readme_commands_exist():
-    readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^make (\w+)", readme, re.MULTILINE))
-    assert targets
-    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+# Every command that a page tells its reader to type, and what runs it: a test, often with something smaller, or a file
+# that has the command in it.
+COMMANDS = {
+    r"make demo": "test_the_whole_demo",
+    r"make test": ".ci/run",
+    r"make bench": "test_benchmark_prints_its_ratios",
+    r"make accuracy": "test_accuracy_is_measured",
+    r"pip install -e \.": "Makefile",
+    r"python examples/tiny_language_model\.py .*": "test_language_model_example_learns",
+    r"mgk generate .*": "test_language_model_example_learns",
+    r"mgk demo( .*)?": "test_a_short_demo",
+    r"mgk recipes( \S+)?": "test_recipes",
+    r"mgk train [^-]*(--attention \S+ --heads \d+|--row \S+)?( \S+=\S+)*( --data \S+)?": "test_train_with_changes",
+    r"mgk train \S+ --devices \d+( --strategy fsdp2)?": "test_the_command_with_shards",
+    r"mgk evaluate .*": "test_evaluate_classification",
+    r"mgk sweep .*": "test_sweep",
+    r"mgk data list": "test_list_names_every_corpus",
+    r"mgk data prepare listops.*": "test_a_generated_corpus_needs_no_files",
+    r"mgk data (prepare|inspect) imdb .*": "test_prepare_then_inspect",
+    r"export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1": "test_torchrun_starts_a_dead_rank_again",
+    r"torchrun --standalone .*--max-restarts \d+ -m mgk train .*": "test_torchrun_starts_a_dead_rank_again",
+    r"srun mgk train .*": "test_build_fabric_under_a_launcher",
+}
+
+
+def typed_commands(page: Path) -> list[str]:
+    """The lines of all shell blocks, those with a backslash at the end joined, without comments."""
+    blocks = re.findall(r"^```(?:bash|sh|shell|console)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [" ".join(line.split()) for line in (re.sub(r"(^|\s)#.*", "", line) for line in lines) if line.strip()]
+
+
+def test_every_command_in_the_docs_is_run_by_a_test(monkeypatch):
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    commands = [command for page in pages for command in typed_commands(page)]
+    assert "make test" in commands
+    tests = {path: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    used = set()
+    for command in commands:
+        patterns = [pattern for pattern in COMMANDS if re.fullmatch(pattern, command)]
+        assert len(patterns) == 1, f"{command!r} must be run by a test that COMMANDS names, got {patterns}"
+        used.add(patterns[0])
+        runner, (program, name, *_) = COMMANDS[patterns[0]], command.split()
+        if not runner.startswith("test_"):
+            assert f"{program} {name}" in (ROOT / runner).read_text(), f"{runner} does not run {command!r}"
+            continue
+        homes = [text for text in tests.values() if f"\ndef {runner}(" in text]
+        assert len(homes) == 1, f"{runner}, which runs {command!r}, must be one test, got {len(homes)}"
+        if program == "make":
+            assert re.search(rf"^{name}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command
+        elif " -m mgk " in command or "mgk" in (program, name):
+            words = shlex.split(command.partition("mgk ")[2])
+            assert f'"{words[1] if words[0] == "data" else words[0]}"' in homes[0], f"{runner} does not run {command!r}"
+            check_arguments(words, monkeypatch)
+    # All of it is used, but for what a page might say again.
+    assert set(COMMANDS) - used <= {r"mgk demo( .*)?"}
+
+
+def check_arguments(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is typed is understood; a training gets as far as to the run itself."""
+    import typer.main
+
+    from mgk.cli import app
+    from mgk.recipes import load
+    from mgk.training import commands
+
+    found = typer.main.get_command(app)
+    while hasattr(found, "commands"):
+        found, words = found.commands[words[0]], words[1:]
+    context = found.make_context(found.name, list(words))
+    if found.name == "train":
+        started = []
+        monkeypatch.setattr(commands, "run", lambda config, folder, **options: started.append(config))
+        found.invoke(context)
+        assert len(started) == 1
+    elif found.name == "sweep":
+        for row in context.params["rows"].split():
+            load(context.params["recipe"]).config(row, context.params["changes"] or [])
 
 
 def test_links_lead_somewhere():
@@ -118,12 +193,32 @@ def test_benchmark_prints_its_ratios():
     assert sorted(rows) == sorted(["softmax", "gaussian", "smgk", "mgk"] * 2)
 
 
-@pytest.mark.parametrize(("benchmark", "page"), [("accuracy", "numerics"), ("training", "training")])
-def test_numbers_in_the_docs_come_from_results(benchmark, page):
-    spec = importlib.util.spec_from_file_location(benchmark, ROOT / "benchmarks" / f"{benchmark}.py")
+def load_benchmark(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.table() in (ROOT / "docs" / f"{page}.md").read_text()
+    return module
+
+
+def test_accuracy_is_measured(tmp_path, monkeypatch, capsys):
+    """`make accuracy`, smaller, and not into the docs."""
+    accuracy = load_benchmark("accuracy")
+    monkeypatch.setattr(accuracy, "SEEDS", (0,))
+    monkeypatch.setattr(accuracy, "SHAPE", {"batch": 1, "heads": 2, "tokens": 17, "head_dim": 8})
+    page = accuracy.PAGE.read_text()
+    monkeypatch.setattr(sys, "argv", ["accuracy.py", "--output", str(tmp_path)])
+    accuracy.main()
+    rows = json.loads((tmp_path / "cpu.json").read_text())["rows"]
+    assert f"wrote cpu.json: {len(rows)} rows" in capsys.readouterr().out
+    assert len(rows) == 3 * 3 * 4 * 3
+    assert all(0 < error < 0.5 for row in rows for error in row["relative_error"].values())
+    assert all(row["relative_error"]["output"] < 1e-4 for row in rows if row["dtype"] == "float32")
+    assert accuracy.PAGE.read_text() == page
+
+
+@pytest.mark.parametrize(("benchmark", "page"), [("accuracy", "numerics"), ("training", "training")])
+def test_numbers_in_the_docs_come_from_results(benchmark, page):
+    assert load_benchmark(benchmark).table() in (ROOT / "docs" / f"{page}.md").read_text()
 
 
 def test_docs_name_tests_that_exist():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,7 +30,8 @@ def demo(
     """Train softmax with 8 heads and smgk with 4 side by side, on this CPU, and write a report to look at."""
     console = Console(stderr=True)
     trained, corpus = train_side_by_side(rows.split(), changes or [], folder, console)
-    report = make_report(trained, corpus, " ".join(["mgk demo", *(changes or [])]))
+    chosen = [] if rows.split() == list(ROWS) else ["--rows", rows]
+    report = make_report(trained, corpus, shlex.join(["mgk", "demo", *chosen, *(changes or [])]))
     path = _write(report, folder / REPORT)
     Console().print(_table(report))
     typer.echo(f"report: {path}")
@@ -51,6 +53,8 @@ def train_side_by_side(
     from mgk.training.loop import Interrupted, finish, write_config
     from mgk.training.signals import GracefulStop
 
+    if not rows:
+        raise ValueError("--rows must name at least one model, got none")
     recipe = mgk.recipes.load(RECIPE)
     configs = {row: recipe.config(row, changes) for row in rows}
     corpus = open_or_prepare(next(iter(configs.values())).data, progress=bar(console))
@@ -98,7 +102,8 @@ def make_report(trained: dict[str, tuple[Trainer, dict[str, Any]]], corpus: Corp
         curves: dict[str, list[tuple[float, float]]] = {}
         for line in read_curves(trainer.folder / METRICS):
             name, key = {"train": ("training loss", "loss"), "valid": ("validation accuracy", "accuracy")}[line["kind"]]
-            curves.setdefault(name, []).append((line["step"], line[key]))
+            if line[key] is not None:
+                curves.setdefault(name, []).append((line["step"], line[key]))
         maps = []
         for tokens in examples:
             weights = attention_maps(model, input_ids=torch.tensor([tokens]))

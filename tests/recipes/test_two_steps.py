@@ -14,7 +14,6 @@ import pytest
 import torch
 from training_cases import ENGLISH, GERMAN, make_trainer, take_steps
 
-import mgk.data
 from mgk.recipes import load, names, parse_row
 from mgk.training import Trainer, open_or_prepare
 
@@ -67,7 +66,7 @@ CHANGES = {
 }
 
 
-# Of a dot product with the same addition to every key (and of softmax-smgk, whose shifts are that) softmax sees nothing.
+# Where one thing is added to every key, as the shifts of softmax-smgk are, softmax of dot products sees none of it.
 CANCELS = ("k_proj.bias", "keys.shift", "prior.logits")
 
 
@@ -113,20 +112,20 @@ def write_sources(folder):
     for name in ("wikitext-2", "wikitext-103"):
         (folder / name).mkdir()
         for split, count in (("train", 96), ("valid", 4), ("test", 4)):
-            text = " ".join(words) + "\n" + "".join(f" {sentence(7)} \n" for _ in range(count))
-            (folder / name / f"wiki.{split}.tokens").write_text(text)
-    german, english = ("".join(f"{line}\n" for line in lines) for lines in (GERMAN, ENGLISH))
-    for name, members in (
-        ("multi30k_deen", ["train", "val", *(f"test_{n}" for n in ("2016_flickr", "2017_flickr", "2017_mscoco", "2018_flickr"))]),
-        ("tatoeba_deen", ["train", "valid", "test"]),
+            lines = [" ".join(words), *(sentence(7) for _ in range(count))]
+            (folder / name / f"wiki.{split}.tokens").write_text("\n".join(lines) + "\n")
+    text = {language: "".join(f"{line}\n" for line in lines) for language, lines in (("de", GERMAN), ("en", ENGLISH))}
+    captions = ("train", "val", "test_2016_flickr", "test_2017_flickr", "test_2017_mscoco", "test_2018_flickr")
+    for name, stem, members in (
+        ("multi30k_deen", "multi30k", captions),
+        ("tatoeba_deen", "tatoeba_deen", ("train", "valid", "test")),
     ):
-        stem = name if name.startswith("tatoeba") else "multi30k"
-        archive(folder / f"{name}.tar.xz", {f"{stem}.{m}.{s}": t for m in members for s, t in (("de", german), ("en", english))})
+        archive(folder / f"{name}.tar.xz", {f"{stem}.{each}.{side}": text[side] for each in members for side in text})
     for name in ("iwslt14", "wmt14"):
         (folder / name).mkdir()
         for split in splits:
-            (folder / name / f"{split}.de").write_text(german)
-            (folder / name / f"{split}.en").write_text(english)
+            for side in text:
+                (folder / name / f"{split}.{side}").write_text(text[side])
 
 
 @pytest.fixture(scope="module")
@@ -202,11 +201,13 @@ def test_two_steps(corpora, tmp_path, name, row):
         idle -= {key for key in idle if key.endswith(CANCELS) and gradients[key] < 1e-5}
     assert idle == set()
     if "-em-" in config.row:
-        assert all(not torch.equal(after[key], before[key]) for key in after if key.endswith("prior.log_prior"))
+        priors = [key for key in after if key.endswith("prior.log_prior")]
+        assert len(priors) == trainer.model.config.num_hidden_layers
+        assert not any(torch.equal(after[key], before[key]) for key in priors)
 
     metrics = trainer.validate()
-    assert math.isfinite(metrics["loss"])
-    assert metrics[config.validation.metric] is not None
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert {"loss", config.validation.metric} <= metrics.keys()
     assert trainer.state.best_step == 2
     assert (tmp_path / "checkpoints" / "best-00000002" / "model.safetensors").is_file()
 

@@ -3,9 +3,11 @@
 import os
 import signal
 import threading
+import time
 
 import pytest
 from training_cases import (
+    ECHO,
     Lines,
     checkpoints_of,
     exit_code,
@@ -18,7 +20,7 @@ from training_cases import (
     updates_of,
 )
 
-from mgk.training import RunConfig, build_fabric, checkpoint, fit, from_mapping, loop, result
+from mgk.training import RunConfig, build_fabric, checkpoint, fit, from_mapping, loop, result, signals
 from mgk.training.loop import CHECKPOINTS, STEP, Trainer
 from mgk.training.signals import STOPPING, GracefulStop
 
@@ -80,6 +82,7 @@ def test_a_second_signal_ends_it_at_once(undisturbed, corpus, tmp_path, name, ph
         assert hear(pipe) == "here"
         os.kill(child.pid, signal.SIGTERM)
         assert hear(pipe) == "signalled"
+        time.sleep(ECHO + 0.05)
         os.kill(child.pid, getattr(signal, name))
         # Nobody lets it go on.
         assert exit_code(child, 10) == SIGNALS[name]
@@ -89,6 +92,18 @@ def test_a_second_signal_ends_it_at_once(undisturbed, corpus, tmp_path, name, ph
         assert [each for each in checkpoints_of(tmp_path) if each.startswith(checkpoint.WRITING)]
     check_end(tmp_path, corpus, undisturbed)
     assert not [each for each in checkpoints_of(tmp_path) if each.startswith(".")]
+
+
+def test_an_echo_is_no_second_signal(corpus, tmp_path):
+    """``timeout`` and batch systems send one to a process, and one to its group."""
+    with process(train, tmp_path, corpus.folder, VALUES, "step") as (child, pipe):
+        assert hear(pipe) == "here"
+        for _ in range(3):
+            os.kill(child.pid, signal.SIGTERM)
+        assert hear(pipe) == "signalled"
+        pipe.send("go on")
+        assert exit_code(child) == 143
+    assert checkpoint.newest(tmp_path / CHECKPOINTS, STEP, pytest.fail).step == 6
 
 
 def test_in_this_process(corpus, tmp_path):
@@ -128,6 +143,10 @@ def test_handlers_are_put_back():
         with pytest.MonkeyPatch.context() as patch:
             codes = []
             patch.setattr(os, "_exit", codes.append)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert codes == []
+            assert stop.exit_code == 138
+            patch.setattr(signals, "ECHO", 0.0)
             os.kill(os.getpid(), signal.SIGTERM)
             assert codes == [143]
     assert [signal.getsignal(number) for number in STOPPING] == before

@@ -51,6 +51,8 @@ class Recipe:
         # Without a model there is no name for it, and from_mapping says what is missing.
         if "model" in values:
             values["row"] = row_name(values["model"], self.values.get("model", {}))
+            # A preset or a field that nobody knows is refused now, not after hours of preparing the data.
+            parse_row(values["row"])
         return from_mapping(RunConfig, values)
 
 

@@ -50,9 +50,9 @@ def recipes(
         console.print(table)
         return
     recipe = mgk.recipes.load(name)
-    console.print(f"{recipe.name}: {recipe.title}", style="bold", highlight=False)
+    console.print(f"{recipe.name}: {recipe.title}", style="bold", highlight=False, markup=False)
     for sentence in recipe.source:
-        console.print(f"  {sentence}", highlight=False)
+        console.print(f"  {sentence}", highlight=False, markup=False)
     console.print(f"rows: {' '.join(recipe.rows)}", highlight=False)
     console.print(yaml.safe_dump(recipe.values, sort_keys=False), markup=False)
 
@@ -112,7 +112,6 @@ def run(
     recipe: Recipe | None = None,
 ) -> dict[str, Any]:
     """Launch, prepare the data, train, print the result."""
-    from mgk.training import result
     from mgk.training.corpora import open_or_prepare
     from mgk.training.distributed import build_fabric
     from mgk.training.loop import fit
@@ -129,7 +128,7 @@ def run(
     found = fit(config, folder, corpus, fabric, resume=resume, display=Display(console=console))
     if fabric.is_global_zero:
         if results is not None:
-            result.write(results / config.name / f"{config.row}-seed-{config.seed}.json", found)
+            write_copy(results, found)
         Console().print(_table(found))
         typer.echo(f"{folder}")
     return found
@@ -190,12 +189,19 @@ def default_run(config: RunConfig, runs: Path = RUNS) -> Path:
     return runs / config.name / config.row / f"seed-{config.seed}"
 
 
+def write_copy(results: Path, found: dict[str, Any]) -> None:
+    """Put a result where those of many runs are."""
+    from mgk.training import result
+
+    result.write(results / found["recipe"] / f"{found['row']}-seed-{found['seed']}.json", found)
+
+
 def parse_seeds(text: str) -> list[int]:
     """``0-4`` or ``0,3,7``."""
     seeds: list[int] = []
     for part in text.split(","):
         first, separator, last = part.partition("-")
-        if not first.isdigit() or (separator and not last.isdigit()):
+        if not first.isdecimal() or (separator and not last.isdecimal()):
             raise ValueError(f"--seeds must look like 0-4 or 0,3,7, got {text!r}")
         seeds += range(int(first), int(last if separator else first) + 1)
     if not seeds:

@@ -89,7 +89,7 @@ class ScheduleConfig:
     warmup: int = 0
     """Steps until the highest learning rate."""
     initial: float = 0.0
-    """Learning rate at the first step of the warm-up (not of ``onecycle``, which starts at a 25th of the highest)."""
+    """Learning rate of the very first step (not of ``onecycle``, which starts at a 25th of the highest)."""
 
     def __post_init__(self) -> None:
         _at_least("schedule.warmup", self.warmup, 0)

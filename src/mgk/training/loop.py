@@ -358,6 +358,12 @@ class Trainer:
             self._say(f"no checkpoint in {self.checkpoints}: starting at step 0")
             return
         snapshot.check_same_run(found, self._identity())
+        if isinstance(resume, int) and self._is_first:
+            # What came after it is made anew; a crash must not go on from what is no more.
+            for path in checkpoint.candidates(self.checkpoints, STEP):
+                if checkpoint.step_of(path) > resume:
+                    self._say(f"removed {path.name}, which comes after step {resume}")
+                    checkpoint.remove(path)
         snapshot.restore_all(found, self.model, self.optimizer, self.fabric)
         self.state = State(**found.manifest["state"])
         self._say(f"going on from {found.folder.name}")

@@ -27,9 +27,11 @@ def rates(step: int, steps: int, schedule: ScheduleConfig, optimizer: OptimizerC
       from lr / 25 up to lr at the end of the warm-up, then down to lr / 250,000 at the last step. It also moves beta1
       from 0.95 to 0.85 and back, whatever ``optimizer.betas`` says.
     - ``cosine``: as Transformer-XL: up in a line, then ``lr / 2 (1 + cos(pi step / steps))``, whose time has been
-      running since step 0.
+      running since step 0. (There the very first update has the highest rate, before the warm-up takes hold.)
     - ``inverse_sqrt``: as fairseq: up in a line, then ``lr sqrt(warmup / step)``.
     - ``constant``: up in a line, then ``lr``.
+
+    The line starts at ``schedule.initial`` with step 0 and reaches ``lr`` at step ``warmup``.
     """
     peak, beta1, warmup = optimizer.lr, optimizer.betas[0], schedule.warmup
     if schedule.kind == "onecycle":
@@ -41,14 +43,12 @@ def rates(step: int, steps: int, schedule: ScheduleConfig, optimizer: OptimizerC
             return Rates(_between(initial, peak, share), _between(*MOMENTUM, share))
         share = (step - top) / (last - top)
         return Rates(_between(peak, initial / DIVIDE_FINAL, share), _between(MOMENTUM[1], MOMENTUM[0], share))
-    # The codes that these come from count updates from 1: the first one has a learning rate already.
-    number = step + 1
-    if number < warmup:
-        return Rates(_between(schedule.initial, peak, number / warmup), beta1)
+    if step < warmup:
+        return Rates(_between(schedule.initial, peak, step / warmup), beta1)
     if schedule.kind == "cosine":
-        return Rates(peak / 2 * (1 + math.cos(math.pi * number / steps)), beta1)
+        return Rates(peak / 2 * (1 + math.cos(math.pi * step / steps)), beta1)
     if schedule.kind == "inverse_sqrt":
-        return Rates(peak * math.sqrt(warmup / number), beta1)
+        return Rates(peak * math.sqrt(warmup / step), beta1)
     return Rates(peak, beta1)
 
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 import mgk.recipes
 from mgk.training import result
-from mgk.training.commands import default_run, run, show_metric
+from mgk.training.commands import default_run, run, show_metric, write_copy
 from mgk.training.configuration import differences, to_mapping
 from mgk.training.snapshot import FREE_TO_CHANGE
 
@@ -56,19 +57,26 @@ def run_sweep(
         say: told which cell is next.
     """
     recipe = mgk.recipes.load(name)
-    cells = [(row, recipe.config(row, changes, seed)) for row in (rows or recipe.rows) for seed in seeds]
+    wanted = recipe.rows if rows is None else rows
+    cells = [recipe.config(row, changes, seed) for row in wanted for seed in seeds]
     if not cells:
         raise ValueError(f"a sweep must have rows and seeds, got none of {name}")
-    sweep = Sweep(recipe.name, cells[0][1].validation.metric)
-    for number, (row, config) in enumerate(cells, start=1):
+    titles = [f"{config.row}, seed {config.seed}" for config in cells]
+    for title in titles:
+        # Counted twice, one run would make its standard error too small. A change such as seed=3 makes them one.
+        if titles.count(title) > 1:
+            raise ValueError(f"the runs of a sweep must be different from each other, got {title} twice")
+    sweep = Sweep(recipe.name, cells[0].validation.metric)
+    for number, (title, config) in enumerate(zip(titles, cells, strict=True), start=1):
         place = default_run(config, folder)
-        title = f"{row}, seed {config.seed}"
         try:
             found = _finished(place, config)
             say(f"[{number}/{len(cells)}] {title}: {'done before' if found else place}")
             if found is None:
                 found = run(config, place, source=source, resume="auto", device=device, results=results, recipe=recipe)
-            sweep.results.setdefault(row, []).append(found)
+            elif results is not None:
+                write_copy(results, found)
+            sweep.results.setdefault(config.row, []).append(found)
         except (ValueError, OSError, RuntimeError) as error:
             sweep.failed[title] = str(error)
             say(f"[{number}/{len(cells)}] {title} failed: {error}")
@@ -88,7 +96,7 @@ def table_of(sweep: Sweep) -> Table:
             ", ".join(f"{name} {value:g}" for name, value in published.items()), f"{found[0]['parameters']:,}",
         )  # fmt: skip
     for title, why in sweep.failed.items():
-        table.add_row(title, f"[red]{why[:60]}[/red]", "", "0", "", "")
+        table.add_row(title, f"[red]{escape(why[:60])}[/red]", "", "0", "", "")
     return table
 
 

@@ -85,6 +85,8 @@ def build_task(config: RunConfig, corpus: Corpus) -> Task:
     found = KINDS[corpus.name].task if corpus.name in KINDS else config.task
     if found != config.task:
         raise ValueError(f"data.corpus must be one for {config.task}, got {corpus.name}, which is for {found}")
+    if corpus.name != config.data.corpus:
+        raise ValueError(f"the corpus must be {config.data.corpus}, as data.corpus says, got {corpus.name}")
     kinds: dict[str, Callable[[RunConfig, Corpus], Task]] = {
         "classification": Classification,
         "pairs": Classification,
@@ -335,7 +337,11 @@ def _limited(batches: Batches, config: RunConfig, split: str) -> Batches:
 def _model_config(config: RunConfig, **of_the_corpus: Any) -> MGKConfig:
     """The configuration of the model; what the corpus decides gives way to what the recipe says."""
     try:
-        return architecture(config.model.architecture, **{**of_the_corpus, **config.model.changes})
+        found = architecture(config.model.architecture, **{**of_the_corpus, **config.model.changes})
     except StrictDataclassError as error:
         # It wraps what we or transformers said, and is no ValueError: a sweep would end at a row that cannot be built.
         raise ValueError(f"model must be one that can be built, got: {error.__cause__ or error}") from error
+    table, longest = found.max_position_embeddings, config.data.longest
+    if found.positions == "learned" and config.task != "translation" and longest > table:
+        raise ValueError(f"data.longest must be at most model.max_position_embeddings={table}, got {longest}")
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -57,7 +58,9 @@ class Curves:
 
     def _write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
+            # JSON has no word for NaN.
+            finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+            file.write(json.dumps({"step": step, "kind": kind, **finite}) + "\n")
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(f"{kind}/{name}", value, step)
