@@ -28,6 +28,7 @@ import mgk.recipes
 from mgk.data.store import Corpus
 from mgk.training.configuration import RunConfig, from_mapping, merge
 from mgk.training.distributed import build_fabric, whole
+from mgk.training.errors import CheckpointError
 from mgk.training.loop import Trainer, finish, fit
 from mgk.training.task import Classification
 
@@ -124,7 +125,7 @@ RECIPE = {
     "validation": {**CLASSIFICATION["validation"], "every": 20},
 }  # fmt: skip
 RECIPE_FILE = "small.yaml"
-UNDISTURBED, STOPPED = "undisturbed", "stopped"
+UNDISTURBED, ELSEWHERE, STOPPED = "undisturbed", "elsewhere", "stopped"
 
 
 def make_corpora(folder: Path) -> None:
@@ -238,6 +239,20 @@ def _run_undisturbed(corpora: Path, folder: Path) -> None:
     fit(config, folder, mgk.data.open_corpus("listops", corpora / "listops"), fabric)
 
 
+def _look_elsewhere(corpora: Path, folder: Path) -> None:
+    """The last rank sees another disk, without the checkpoint that the first one has."""
+    case = RESUMED["resumed-fsdp2"]
+    fabric = build_fabric(device="cpu", devices=2, strategy="fsdp2")
+    fabric.launch()
+    if fabric.is_global_zero:
+        shutil.copytree(folder.parent / case.goes_on, folder / "0")
+    fabric.barrier()
+    try:
+        Trainer(case.config(2), folder / f"{fabric.global_rank}", open_corpus(corpora, case), fabric)
+    except CheckpointError as error:
+        (folder / f"error-{fabric.global_rank}").write_text(str(error))
+
+
 def _stop_one(corpora: Path, folder: Path) -> None:
     """The last rank gets SIGTERM within step 7."""
     case = EQUAL["smgk-ddp"]
@@ -287,6 +302,7 @@ def main(folder: Path) -> None:
     for name in CASES:
         run_case(name, corpora, folder / name, ranks=2)
     _run_undisturbed(corpora, folder / UNDISTURBED)
+    _look_elsewhere(corpora, folder / ELSEWHERE)
     _stop_one(corpora, folder / STOPPED)
 
 

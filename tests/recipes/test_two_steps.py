@@ -1,6 +1,6 @@
 """Every recipe that comes with the library trains: two updates and a validation on a tiny corpus of its own kind.
 
-Only what size forces is changed. Steps, warm-up, batch, optimiser and losses are those of the YAML file.
+Only what size forces is changed. Steps, batch, optimiser and losses are those of the YAML file.
 """
 
 import functools
@@ -44,7 +44,8 @@ ROWS = {
 
 LISTS = ["data.options.train=40", "data.options.valid=8", "data.options.test=8"]
 WORDS = ["data.longest=4", "model.num_hidden_layers=1"]
-SENTENCES = ["model.num_hidden_layers=1", "model.decoder_layers=1"]
+# The second of 4000 steps of a warm-up is so short that variances lose it to rounding.
+SENTENCES = ["model.num_hidden_layers=1", "model.decoder_layers=1", "schedule.warmup=40"]
 
 # As few as possible: the tiny texts are short anyway, so long windows, many layers and large vocabularies have to go.
 CHANGES = {
@@ -165,12 +166,12 @@ def test_every_recipe_and_every_kind_of_row_is_here():
     assert tried | {("softmax",)} == wanted
 
 
-def second_rates(optimizer, schedule):
+def second_rates(optimizer, schedule, warmup):
     """Learning rate and first beta of the second update, by hand from the values of a YAML file."""
-    lr, initial, warmup = optimizer["lr"], schedule.get("initial", 0.0), schedule["warmup"]
+    lr, initial = optimizer["lr"], schedule.get("initial", 0.0)
     if schedule["kind"] == "onecycle":
         return lr / 25 + (lr - lr / 25) / (warmup - 1), 0.95 - 0.1 / (warmup - 1)
-    return initial + (lr - initial) * 2 / warmup, optimizer["betas"][0]
+    return initial + (lr - initial) / warmup, optimizer["betas"][0]
 
 
 @pytest.mark.parametrize(("name", "row"), [(name, row) for name, rows in ROWS.items() for row in rows])
@@ -215,7 +216,7 @@ def test_two_steps(corpora, tmp_path, name, row):
 def check_optimizer(trainer, values):
     """As the YAML says, and no decay where it would make a statement about the data."""
     wanted = values["optimizer"]
-    lr, beta1 = second_rates(wanted, values["schedule"])
+    lr, beta1 = second_rates(wanted, values["schedule"], trainer.config.schedule.warmup)
     decayed, others = trainer.optimizer.param_groups
     for group in (decayed, others):
         assert group["lr"] == pytest.approx(lr, rel=1e-12)

@@ -15,6 +15,7 @@ import torch
 from distributed_cases import (
     CASES,
     DAMAGED,
+    ELSEWHERE,
     EQUAL,
     RECIPE_FILE,
     STOPPED,
@@ -209,6 +210,13 @@ def test_another_number_of_ranks_is_refused(runs):
     fabric = build_fabric(device="cpu")
     with pytest.raises(CheckpointError, match=r"must come from as many ranks, 1, got 2: go on with --devices and"):
         Trainer(case.config(1), runs / "smgk-fsdp2", open_corpus(runs / "corpora", case), fabric)
+
+
+def test_ranks_that_find_different_checkpoints_stop(runs):
+    """As on nodes that do not share a disk: both say so, and neither waits for the other."""
+    errors = [(runs / ELSEWHERE / f"error-{rank}").read_text() for rank in (0, 1)]
+    assert "got step 20, none: is it on a disk that all nodes share?" in errors[0]
+    assert errors[0].replace("elsewhere/0", "elsewhere/1") == errors[1]
 
 
 def workers_of(launcher):

@@ -90,8 +90,9 @@ def iterate(
                     future.set_exception(error)
 
     # Daemons: one that hangs must not keep the process from ending, as those of concurrent.futures would.
-    for number in range(workers):
-        threading.Thread(target=work, name=f"mgk-batches-{number}", daemon=True).start()
+    threads = [threading.Thread(target=work, name=f"mgk-batches-{n}", daemon=True) for n in range(workers)]
+    for thread in threads:
+        thread.start()
     waiting: deque[Future[dict[str, Tensor]]] = deque()
     steps = iter(range(start, len(batches)))
 
@@ -115,8 +116,11 @@ def iterate(
     finally:
         for future in waiting:
             future.cancel()
-        for _ in range(workers):
+        for _ in threads:
             asked.put(None)
+        # A thread that is inside of torch when the interpreter ends would abort the process.
+        for thread in threads:
+            thread.join(timeout=1.0)
 
 
 def padded(

@@ -354,6 +354,7 @@ class Trainer:
             raise CheckpointError(f"{self.checkpoints} must be empty with --resume never, got checkpoints")
         else:
             found = checkpoint.newest(self.checkpoints, STEP, self._say)
+        self._check_all_found(found)
         if found is None:
             self._say(f"no checkpoint in {self.checkpoints}: starting at step 0")
             return
@@ -367,6 +368,19 @@ class Trainer:
         snapshot.restore_all(found, self.model, self.optimizer, self.fabric)
         self.state = State(**found.manifest["state"])
         self._say(f"going on from {found.folder.name}")
+
+    def _check_all_found(self, found: Checkpoint | None) -> None:
+        """Ranks that went on from different steps would wait for each other, or mix what they have."""
+        if self.share.ranks == 1:
+            return
+        step = self._scalar(-1 if found is None else found.step)
+        steps = [int(each) for each in torch.as_tensor(self.fabric.all_gather(step)).tolist()]
+        if len(set(steps)) > 1:
+            listed = ", ".join("none" if each < 0 else f"step {each}" for each in steps)
+            raise CheckpointError(
+                f"every rank must find the same checkpoint in {self.checkpoints}, got {listed}: "
+                f"is it on a disk that all nodes share?"
+            )
 
     def _identity(self) -> dict[str, Any]:
         """What has to be the same for a run to go on."""
