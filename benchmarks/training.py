@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric import Fabric
 
 from mgk import recipes
 from mgk.data.store import Corpus
@@ -67,9 +68,29 @@ def seconds(steps: int, device: torch.device, step: Callable[[], Any]) -> float:
     return (time.perf_counter() - start) / steps
 
 
+def check_losses(heads: int, fabric: Fabric, corpus: Corpus, folder: Path) -> None:
+    """Recorded and compiled updates must learn what plain ones learn: the first few losses, without dropout."""
+    common = ["model.dropout=0", "model.attention_dropout=0", f"data.pad_to={WIDTH}"]
+    losses = []
+    for name, changes in (("fast", []), ("plain", ["training.compile=false", "training.cuda_graphs=false"])):
+        config = recipes.load("lra/text").config(f"softmax-{heads}", [*common, *changes])
+        place = folder / f"{name}-{heads}"
+        place.mkdir(parents=True)
+        walker = Trainer(config, place, corpus, fabric)
+        steps = walker.steps()
+        for _ in range(8):
+            next(steps)
+        walker._settle()
+        losses.append(walker.state.losses)
+    worst = max(abs(fast - plain) for fast, plain in zip(*losses, strict=True))
+    if not worst < 0.01:
+        raise RuntimeError(f"losses of recorded and of plain updates must agree within 0.01, got {worst:.4f}")
+
+
 def measure(heads: int, corpus: Corpus, steps: int, warmup: int, rounds: int, folder: Path) -> dict[str, Any]:
     """The three times of one model."""
     fabric = build_fabric()
+    check_losses(heads, fabric, corpus, folder)
     text = recipes.load("lra/text")
     never = 10_000_000
     common = [f"training.steps={never}", f"validation.every={never}", f"training.checkpoint_every={never}"]
@@ -93,6 +114,11 @@ def measure(heads: int, corpus: Corpus, steps: int, warmup: int, rounds: int, fo
     for name, step in steppers.items():
         # Until every width has been seen twice, which is when it is recorded.
         seconds(10 * warmup if name == "by_length" else warmup, fabric.device, step)
+    for name, trainer in runs.items():
+        # No number for a run that fell back to something else.
+        recorded = trainer._graphs
+        if fabric.device.type == "cuda" and (recorded is None or recorded._failed):
+            raise RuntimeError(f"updates must be recorded as CUDA graphs, got {name} without")
     times: dict[str, list[float]] = {name: [] for name in steppers}
     for _ in range(rounds):
         for name, step in steppers.items():

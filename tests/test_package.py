@@ -126,8 +126,8 @@ def check_arguments(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     import typer.main
 
     from mgk.cli import app
+    from mgk.commands import training as commands
     from mgk.recipes import load
-    from mgk.training import commands
 
     found = typer.main.get_command(app)
     while hasattr(found, "commands"):

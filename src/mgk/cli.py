@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -14,9 +15,9 @@ try:
 except ImportError as error:  # pragma: no cover
     raise SystemExit("the command mgk needs typer and transformers: pip install 'mgk[models]'") from error
 
+from mgk.commands.training import register as register_training
 from mgk.data.commands import app as data_app
 from mgk.demo import demo
-from mgk.training.commands import register as register_training
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,11 +31,18 @@ register_training(app)
 
 
 def main() -> None:
-    """Run the command; what a user did wrong is one line, not a traceback."""
+    """Run the command; what a user did wrong is one line, not a traceback, unless ``MGK_TRACEBACK`` is set."""
     try:
         app()
     except (ValueError, TypeError, OSError, RuntimeError) as error:
+        if os.environ.get("MGK_TRACEBACK"):
+            raise
         typer.secho(f"error: {error}", fg="red", err=True)
+        raise SystemExit(1) from error
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("mgk"):
+            raise
+        typer.secho(f"error: this command needs {error.name}: pip install 'mgk[train]'", fg="red", err=True)
         raise SystemExit(1) from error
 
 

@@ -293,6 +293,32 @@ def test_translations_fill_their_budget():
         Translations(source=source, target=target, max_tokens=30)
 
 
+def test_rounded_translations_fill_their_budget_too():
+    source, target = make_sequences(3000, 40, 1), make_sequences(3000, 40, 2)
+    batches = Translations(source=source, target=target, max_tokens=400, multiple_of=8)
+    seen = 0
+    for batch in iterate(batches, 0):
+        count, width = batch["input_ids"].shape
+        assert width % 8 == batch["labels"].shape[1] % 8 == 0
+        assert count * max(width, batch["labels"].shape[1]) <= 400
+        seen += count
+    assert seen == 3000
+
+
+def test_rounded_samples_are_the_same_samples():
+    plain, rounded = (
+        Samples(sequences=make_sequences(), labels=np.arange(50), batch_size=4, multiple_of=multiple)
+        for multiple in (1, 16)
+    )
+    for one, other in zip(iterate(plain, 0), iterate(rounded, 0), strict=True):
+        width = one["input_ids"].shape[1]
+        assert other["input_ids"].shape[1] == -(-width // 16) * 16
+        assert torch.equal(other["input_ids"][:, :width], one["input_ids"])
+        assert not other["attention_mask"][:, width:].any()
+    with pytest.raises(ValueError, match="batch_size and multiple_of must be at least 1, got 4 and 0"):
+        Samples(sequences=make_sequences(), labels=np.arange(50), batch_size=4, multiple_of=0)
+
+
 def test_bad_shares_and_steps_are_refused():
     with pytest.raises(ValueError, match=r"rank must lie in \[0, 2\), got 2"):
         Windows(tokens=np.arange(100), batch_size=2, length=3, rank=2, ranks=2)

@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM
 import mgk
 import mgk.recipes
 from mgk.cli import main
+from mgk.commands.sweep import mean_and_error
+from mgk.commands.training import parse_seeds, show_metric
 from mgk.data import DataError, baselines
 from mgk.evaluation import bleu, perplexity
 from mgk.models import MGKForCausalLM, MGKForSeq2SeqLM
 from mgk.training import open_or_prepare
-from mgk.training.commands import parse_seeds, show_metric
 from mgk.training.configuration import DataConfig, merge
 from mgk.training.corpora import default_folder
-from mgk.training.sweep import mean_and_error
 
 LISTS = {"train": 40, "valid": 12, "test": 12, "minimum": 5, "maximum": 24}
 SHORT = {
@@ -265,6 +265,12 @@ def test_evaluate_classification(mgk_command, runs):
     assert found["metrics"]["loss"] != expected["loss"]
 
 
+def test_evaluate_refuses_another_corpus(mgk_command, runs, monkeypatch):
+    monkeypatch.setattr("mgk.data.store.Corpus.fingerprint", "0123456789abcdef")
+    printed = mgk_command("evaluate", runs["classification"], code=1)
+    assert "must come from this corpus, whose fingerprint is 0123456789ab..., got" in printed.err
+
+
 def test_evaluate_a_language_model(mgk_command, runs, corpora):
     run = runs["language"]
     trained = read(run / "result.json")["metrics"]["test"]
@@ -494,6 +500,8 @@ def test_other_options_have_another_folder(data, tmp_path):
     assert other.fingerprint != corpus.fingerprint
     assert open_or_prepare(data).fingerprint == corpus.fingerprint
     assert default_folder(DataConfig(corpus="listops")) == tmp_path / "cache" / "listops"
+    # Options that say what is so anyway are no other options: mgk data prepare finds the same folder.
+    assert default_folder(DataConfig(corpus="listops", options={"train": 96_000})) == tmp_path / "cache" / "listops"
     # In a folder that was named there is one: the one asked for last.
     named = tmp_path / "named"
     assert open_or_prepare(data, folder=named).fingerprint == corpus.fingerprint

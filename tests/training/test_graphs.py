@@ -1,12 +1,15 @@
 """Updates recorded as CUDA graphs are the updates that they stand for."""
 
 import pytest
+import torch
+from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
+from model_cases import KINDS, SMALL
 from training_cases import make_config, make_corpus
 
 from mgk.data import load
+from mgk.models import architecture
 from mgk.training import Trainer, build_fabric
-
-pytestmark = pytest.mark.gpu
+from mgk.training.graphs import unsupported
 
 
 class Watched(Trainer):
@@ -36,6 +39,7 @@ def train(trainer, until=None):
     return trainer.losses
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("task", ["classification", "language", "translation"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_recorded_updates_are_the_same(tmp_path, task, precision):
@@ -51,6 +55,7 @@ def test_recorded_updates_are_the_same(tmp_path, task, precision):
     assert recorded == pytest.approx(plain, rel=1e-4 if precision == "fp32" else 2e-2)
 
 
+@pytest.mark.gpu
 def test_a_run_with_graphs_goes_on_where_it_stopped(tmp_path):
     options = {"precision": "fp32", "compile": False}
     whole = train(make_run(tmp_path, "whole", "classification", 60, **options))
@@ -62,6 +67,7 @@ def test_a_run_with_graphs_goes_on_where_it_stopped(tmp_path):
     assert train(second) == pytest.approx(whole[30:], rel=1e-4)
 
 
+@pytest.mark.gpu
 def test_compiled_updates_are_recorded_too(tmp_path):
     trainer = make_run(tmp_path, "run", "classification", 60)
     train(trainer)
@@ -70,7 +76,61 @@ def test_compiled_updates_are_recorded_too(tmp_path):
     assert trainer.losses[-1] < trainer.losses[0]
 
 
+@pytest.mark.gpu
 def test_priors_set_by_em_are_not_recorded(tmp_path):
     config = make_config("classification", model={"attention": "smgk-em"}, training={"steps": 4})
     corpus = make_corpus("classification", tmp_path / "corpus")
     assert Trainer(config, tmp_path, corpus, build_fabric(device="cuda"))._graphs is None
+
+
+@pytest.mark.gpu
+def test_a_recording_that_fails_costs_nothing_but_speed(tmp_path):
+    """What the host must know cannot be recorded; random numbers are drawn as ever after that."""
+    trainer = make_run(tmp_path, "run", "classification", 30, precision="fp32", compile=False)
+    loss = trainer.task.loss
+    trainer.task.loss = lambda *args: loss(*args) * (1.0 + 0.0 * float(args[2]))
+    with pytest.warns(UserWarning, match="CUDA graphs could not be recorded"):
+        found = train(trainer)
+    plain = train(make_run(tmp_path, "plain", "classification", 30, precision="fp32", compile=False, cuda_graphs=False))
+    assert found == pytest.approx(plain, rel=1e-4)
+
+
+GPU, ONE = torch.device("cuda"), SingleDeviceStrategy(device="cpu")
+
+
+def build(attention="smgk", kind="classifier", **changes):
+    model_class, name, small = KINDS[kind]
+    return model_class(
+        architecture(name, attention=attention, **{**SMALL, **small, "attention_dropout": 0.0, **changes})
+    )
+
+
+@pytest.mark.parametrize("attention", ["softmax", "gaussian", "smgk", "mgk", "mgk-hard"])
+def test_what_can_be_recorded(attention):
+    assert unsupported(build(attention), GPU, ONE) is None
+
+
+@pytest.mark.parametrize("attention", ["softmax", "gaussian"])
+def test_dropout_on_one_component_can_be_recorded(attention):
+    assert unsupported(build(attention, attention_dropout=0.1), GPU, ONE) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "strategy", "why"),
+    [
+        ({}, torch.device("cpu"), ONE, "a CPU"),
+        ({}, GPU, DDPStrategy(), "several ranks"),
+        ({"attention": "smgk-em"}, GPU, ONE, "EM"),
+        ({"kind": "wikitext"}, GPU, ONE, "adaptive softmax"),
+        ({"attention_dropout": 0.1}, GPU, ONE, "the host draws"),
+    ],
+)
+def test_what_cannot_be_recorded(model, device, strategy, why):
+    assert why in unsupported(build(**model), device, strategy)
+
+
+def test_graphs_that_are_asked_for_in_vain(tmp_path):
+    config = make_config("classification", training={"cuda_graphs": True})
+    corpus = make_corpus("classification", tmp_path / "corpus")
+    with pytest.raises(ValueError, match=r"training.cuda_graphs must be false or left out with a CPU, got true"):
+        Trainer(config, tmp_path, corpus, build_fabric(device="cpu"))

@@ -1,5 +1,6 @@
 """Two jobs, one folder."""
 
+import errno
 import os
 
 import pytest
@@ -54,6 +55,15 @@ def test_a_lock_that_says_nothing(tmp_path):
         (tmp_path / LOCK).write_bytes(b"")
         with pytest.raises(RunLockedError, match="process unknown is at work"), RunLock(tmp_path):
             pass
+
+
+def test_a_file_system_without_locks_is_no_second_writer(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("mgk.training.lock.fcntl.flock", refuse)
+    with pytest.warns(UserWarning, match="cannot be locked, so nobody watches over two writers"), RunLock(tmp_path):
+        assert (tmp_path / LOCK).read_text() == f"{os.getpid()}\n"
 
 
 def test_an_error_lets_go_of_it(tmp_path):

@@ -25,7 +25,7 @@ from training_cases import (
 )
 
 import mgk.data
-from mgk.training import CheckpointError, checkpoint, result, snapshot
+from mgk.training import CheckpointError, CheckpointWriteError, checkpoint, result, snapshot
 from mgk.training.configuration import merge
 from mgk.training.distributed import random_state, seed_everything, set_random_state
 from mgk.training.loop import CHECKPOINTS, Trainer, finish
@@ -261,6 +261,19 @@ def test_another_number_of_ranks_is_refused(corpus, tmp_path):
     snapshot.check_same_run(found, trainer._identity())
 
 
+@pytest.mark.parametrize(
+    ("key", "here", "hint"),
+    [("precision", "bfloat16", r"training\.precision"), ("multiple_of", 64, r"data\.multiple_of")],
+)
+def test_what_another_machine_would_choose_is_refused(corpus, tmp_path, key, here, hint):
+    """bf16 on a GPU and fp32 on a CPU are not one run, nor are batches of other widths, which draw other dropout."""
+    take_steps(make_trainer(make_config(training={"checkpoint_every": 1}), tmp_path, corpus), 2)
+    trainer = make_trainer(make_config(), tmp_path, corpus)
+    found = checkpoint.newest(tmp_path / CHECKPOINTS, "step", pytest.fail)
+    with pytest.raises(CheckpointError, match=rf"must come from {key} {here}, as chosen here, got .*: set {hint}"):
+        snapshot.check_same_run(found, {**trainer._identity(), key: here})
+
+
 def test_auto_without_a_checkpoint_starts_and_says_so(corpus, tmp_path):
     lines = Lines()
     assert make_trainer(make_config(), tmp_path, corpus, display=lines.display).state.step == 0
@@ -279,6 +292,21 @@ def test_a_step_that_is_not_there_is_an_error(corpus, tmp_path):
         make_trainer(make_config(), tmp_path, corpus, resume="never")
 
 
+def test_going_back_to_a_step_removes_what_came_after(corpus, tmp_path, monkeypatch):
+    config = make_config(training={"checkpoint_every": 2, "keep_checkpoints": 9})
+    take_steps(make_trainer(config, tmp_path, corpus), 7)
+    assert [path.name[-1] for path in checkpoint.candidates(tmp_path / CHECKPOINTS, "step")] == ["6", "4", "2"]
+    # A process that torchrun or SLURM has started again goes on from the newest, whatever the command said at first.
+    for name, value in (("TORCHELASTIC_RESTART_COUNT", "1"), ("SLURM_RESTART_COUNT", "1")):
+        with monkeypatch.context() as context:
+            context.setenv(name, value)
+            assert make_trainer(config, tmp_path, corpus, resume=2).state.step == 6
+    lines = Lines()
+    assert make_trainer(config, tmp_path, corpus, resume=2, display=lines.display).state.step == 2
+    assert [path.name[-1] for path in checkpoint.candidates(tmp_path / CHECKPOINTS, "step")] == ["2"]
+    assert sum("removed step-0000000" in line for line in lines.said) == 2
+
+
 def test_never_starts_where_there_is_none(corpus, tmp_path):
     assert make_trainer(make_config(), tmp_path, corpus, resume="never").state.step == 0
 
@@ -293,3 +321,35 @@ def test_the_best_model_is_kept_over_a_restart(corpus, tmp_path):
     second = make_trainer(config, tmp_path, corpus)
     assert (second.state.step, second.state.best, second.state.best_step) == (10, best, when)
     assert second.load_best().step == when
+
+
+def test_a_best_model_that_could_not_be_written_is_not_the_best(corpus, tmp_path, monkeypatch):
+    """A disk that is full for a moment costs that model, not the run."""
+    config = make_config(training={"steps": 12}, validation={"every": 4})
+    save, failed = checkpoint.save, []
+
+    def full_at_first(folder, kind, step, *rest):
+        if kind == "best" and not failed:
+            failed.append(step)
+            raise CheckpointWriteError(28, "no room")
+        return save(folder, kind, step, *rest)
+
+    monkeypatch.setattr(checkpoint, "save", full_at_first)
+    trainer = make_trainer(config, tmp_path, corpus)
+    take_steps(trainer, 12)
+    assert failed == [4]
+    assert trainer.state.best_step in (8, 12)
+    assert finish(trainer)["best_step"] == trainer.state.best_step
+
+
+def test_every_model_of_a_process_is_compiled(corpus, tmp_path, monkeypatch):
+    """The compiler counts its versions over all models, and without a word stops at the eighth."""
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_module(self, backend="eager"))
+    for number in range(6):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        trainer = make_trainer(make_config(training={"compile": True}, seed=number), folder, corpus)
+        torch._dynamo.utils.counters.clear()
+        take_steps(trainer, 1)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, f"model {number} was not compiled"

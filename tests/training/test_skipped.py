@@ -131,6 +131,7 @@ def test_what_is_kept_of_it(corpus, tmp_path):
         "nan", {3}, tmp_path, corpus, training={"accumulate": 2, "batch_size": 16}, model={"num_hidden_layers": 2}
     )
     lines = Lines()
+    lines.display.add("run", 5)
     trainer.display = lines.display
     take_steps(trainer, 5)
     (line,) = map(json.loads, (tmp_path / SKIPPED).read_text().splitlines())

@@ -207,9 +207,12 @@ def test_lines_for_people(corpus, tmp_path):
     )
     lines = text.getvalue().splitlines()
     assert lines[0] == f"no checkpoint in {tmp_path / CHECKPOINTS}: starting at step 0"
-    assert lines[1].startswith("tiny: step 2 of 4, loss 2.")
-    assert lines[2].startswith("tiny: step 4 of 4, loss ")
-    assert lines[1].endswith(" tokens/s")
+    # A sign of life after the first step; the speed from the first line of the log on.
+    assert lines[1].startswith("tiny: step 1 of 4, loss 2.")
+    assert lines[2].startswith("tiny: step 2 of 4, loss 2.")
+    assert lines[2].endswith(" tokens/s")
+    assert any("accuracy 0 of 2" in line for line in lines), "validation shows how far it is, too"
+    assert lines[-1].startswith("tiny: step 4 of 4, loss ")
 
 
 def test_quiet_is_quiet():

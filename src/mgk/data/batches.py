@@ -340,7 +340,7 @@ class Translations:
     max_tokens: int
     """Of the longer side, on one rank."""
     multiple_of: int = 1
-    """Round widths up, beyond ``max_tokens`` if need be: kernels like round numbers, compilers dislike many shapes."""
+    """Round widths up: kernels like round numbers, compilers dislike many shapes."""
     seed: int = 0
     shuffle: bool = True
     rank: int = 0
@@ -354,7 +354,7 @@ class Translations:
             )
         if not self.shuffle and self.ranks > 1:
             raise ValueError(f"shuffle=False must have one rank, since several leave batches out, got {self.ranks}")
-        longest = int(np.maximum(self.source.lengths, self.target.lengths).max(initial=0))
+        longest = int(self._widths.max(initial=0))
         if longest > self.max_tokens:
             raise ValueError(f"max_tokens must hold the longest sentence of {longest} tokens, got {self.max_tokens}")
 
@@ -374,6 +374,12 @@ class Translations:
         labels, label_mask = padded(self.target, rows, self.max_tokens, multiple_of=self.multiple_of)
         return {"input_ids": tokens, "attention_mask": mask, "labels": labels.masked_fill(label_mask == 0, -100)}
 
+    @property
+    def _widths(self) -> NDArray[np.int64]:
+        """What each pair takes of a batch: its longer side, rounded up."""
+        longer = np.maximum(self.source.lengths, self.target.lengths)
+        return -(-longer // self.multiple_of) * self.multiple_of
+
     @functools.cached_property
     def _sorted(self) -> NDArray[np.int64]:
         """Sentences by length; those of one length in an order that the seed chose."""
@@ -384,7 +390,7 @@ class Translations:
     @functools.cached_property
     def _cuts(self) -> list[tuple[int, int]]:
         """Where each batch begins and ends among the sorted sentences: as many as fit once padded to the last one."""
-        width = np.maximum(self.source.lengths, self.target.lengths)[self._sorted]
+        width = self._widths[self._sorted]
         cuts, begin = [], 0
         while begin < len(width):
             ahead = width[begin : begin + self.max_tokens]

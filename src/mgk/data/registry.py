@@ -63,7 +63,10 @@ def prepare(
     if source is None and not kind.is_generated:
         source = os.environ.get("MGK_DATA")
         if source is None:
-            raise DataError(f"{name} needs a folder of raw files: set MGK_DATA, or name it (--data, in mgk data prepare --from), got neither: {kind.origin}")
+            raise DataError(
+                f"{name} needs a folder of raw files, named by an option (--data, of mgk data prepare --from) or by "
+                f"MGK_DATA, got neither: {kind.origin}"
+            )
     kind.prepare(None if source is None else Path(source), target, progress, **options)
     return load(target)
 

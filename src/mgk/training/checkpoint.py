@@ -198,12 +198,16 @@ def _describe(path: Path) -> dict[str, Any]:
 
 def _flush(path: Path) -> None:
     """To the disk itself; a folder's entries, too, where the system knows how."""
-    handle = os.open(path, os.O_RDONLY)
+    is_folder = path.is_dir()
+    if is_folder and os.name == "nt":
+        return
+    # Windows flushes only what may be written.
+    handle = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
     try:
         os.fsync(handle)
     except OSError as error:
         # Some network file systems cannot flush a folder.
-        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):
+        if not (is_folder and error.errno in (errno.EINVAL, errno.ENOTSUP)):
             raise
     finally:
         os.close(handle)

@@ -29,13 +29,14 @@ class DataConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """What ``mgk data prepare`` takes for it."""
     longest: int = 4096
-    """Sequences are cut to so many tokens; the length of a window in language modelling."""
+    """Sequences are cut to so many tokens; the length of a window in language modelling. Sentences are never cut."""
     by_length: bool = True
     """Put sequences of similar length into one batch, which is then padded to its longest."""
     pad_to: int | None = None
     """Pad every sequence to this length instead, as the published code does; the result is the same, only slower."""
     multiple_of: int | None = None
-    """Round the longest up to a multiple of this; ``None``: 64 on a GPU, where shapes are compiled, 1 elsewhere."""
+    """Round the longest up to a multiple of this; ``None``: on a GPU, where shapes are compiled, 64, or 8 for
+    sentences; 1 elsewhere."""
     workers: int = 1
     """Threads that make batches while the model is busy; 0 makes each when it is needed."""
     timeout: float = 600.0
@@ -119,7 +120,7 @@ class TrainingConfig:
     compile: bool | None = None
     """Use ``torch.compile``; ``None``: on a GPU."""
     cuda_graphs: bool | None = None
-    """Replay recorded updates; ``None``: on a GPU, where one process trains and no prior is set by EM."""
+    """Replay recorded updates; ``None``: where :func:`mgk.training.graphs.unsupported` has nothing against it."""
     log_every: int = 50
     """Steps between two lines of the log."""
     checkpoint_every: int = 1000
@@ -157,7 +158,7 @@ class ValidationConfig:
     metric: Literal["accuracy", "loss", "bleu"]
     """Which one chooses the best checkpoint."""
     limit: int | None = None
-    """Try on so many batches only; ``None``: on all. A published result has all."""
+    """Batches for accuracy or loss (BLEU always has all); ``None``: all of them, as a published result has."""
 
     def __post_init__(self) -> None:
         _at_least("validation.every", self.every, 1)
@@ -208,6 +209,10 @@ class RunConfig:
             raise ValueError(
                 f"validation.metric must be {' or '.join(metrics)} for {self.task}, got {self.validation.metric!r}"
             )
+        if self.data.pad_to is not None and self.task in ("language", "translation"):
+            raise ValueError(f"data.pad_to must be left out for {self.task}, got {self.data.pad_to}")
+        if not self.data.by_length and self.task == "translation":
+            raise ValueError("data.by_length must be true for translation, got false")
         if self.training.label_smoothing > 0 and self.task != "translation":
             raise ValueError(
                 f"training.label_smoothing must be 0 for {self.task}, got {self.training.label_smoothing}: "

@@ -45,7 +45,9 @@ def open_or_prepare(
 def default_folder(data: DataConfig) -> Path:
     """Where the corpus of these options is kept unless told."""
     usual = registry.default_folder(data.corpus)
-    if not data.options:
+    defaults = registry.find_kind(data.corpus).options
+    others = {key: value for key, value in data.options.items() if key not in defaults or value != defaults[key]}
+    if not others:
         return usual
-    digest = hashlib.sha256(json.dumps(data.options, sort_keys=True).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()[:8]
     return usual.with_name(f"{usual.name}-{digest}")

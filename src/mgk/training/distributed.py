@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -90,6 +90,23 @@ def shard(model: Module, mesh: DeviceMesh) -> Module:
             fully_shard(module, mesh=group)
     fully_shard(model, mesh=group)
     return model
+
+
+def on_first_rank(fabric: Fabric, action: Callable[[], object]) -> None:
+    """Do something on the first rank while the others wait. What goes wrong there ends all of them."""
+    problem: Exception | None = None
+    if fabric.is_global_zero:
+        try:
+            action()
+        except Exception as error:
+            problem = error
+    failed = torch.full((), float(problem is not None), device=fabric.device)
+    if fabric.world_size > 1:
+        dist.all_reduce(failed)
+    if problem is not None:
+        raise problem
+    if failed > 0:
+        raise RuntimeError("the first rank must be ready, got an error there")
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from mgk.data import baselines
 from mgk.data.kind import Progress, no_progress
@@ -25,6 +24,7 @@ def evaluate_run(
     *,
     stride: int | None = 1,
     beams: int = 5,
+    length_penalty: float = 1.0,
     source: Path | None = None,
     device: str = "auto",
     precision: str = "auto",
@@ -41,12 +41,14 @@ def evaluate_run(
         split: which part of the corpus.
         stride: of the sliding window; ``None``: do not slide.
         beams: of the search in translation.
+        length_penalty: of the search: its scores are divided by the length to this power.
         source: folder of the raw files, where the corpus has yet to be prepared.
         device: ``cpu``, ``cuda`` or ``auto``.
-        precision: ``auto`` is that of the training.
+        precision: ``auto`` is what the recipe says, for this device.
         progress: shows how far it is.
     """
     config, task = open_run(folder, source=source, progress=progress)
+    stride = None if stride is None else min(stride, config.data.longest)
     if split not in task.corpus.splits or split == "documents":
         known = ", ".join(name for name in task.corpus.splits if name != "documents")
         raise ValueError(f"--split must be one of {known}, got {split!r}")
@@ -57,6 +59,11 @@ def evaluate_run(
         raise ValueError(f"--precision must be one of auto, fp32, bf16, fp16, got {named!r}")
     share = Share(device=place, precision=choose_precision(named, place))
     found = newest_best(folder)
+    if found.manifest["corpus"] != task.corpus.fingerprint:
+        raise CheckpointError(
+            f"{found.folder} must come from this corpus, whose fingerprint is {task.corpus.fingerprint[:12]}..., "
+            f"got {found.manifest['corpus'][:12]}...: was it prepared anew?"
+        )
     model = task.build_model()
     snapshot.restore_weights(found, model)
     model.to(place).eval()
@@ -65,12 +72,12 @@ def evaluate_run(
     if config.task == "language" and stride is not None:
         tokens = task.corpus.splits[split].sequences["text"].tokens
         slid = perplexity.sliding(
-            model, tokens, length=config.data.longest, stride=min(stride, config.data.longest),
+            model, tokens, length=config.data.longest, stride=stride,
             batch_size=config.validation.batch_size, **where,
         )  # fmt: skip
         metrics |= {"sliding_perplexity": slid.perplexity, "sliding_bits_per_token": slid.bits_per_token}
     if config.task == "translation":
-        said = bleu.translate(model, task.corpus, split, beams=beams, **where)
+        said = bleu.translate(model, task.corpus, split, beams=beams, length_penalty=length_penalty, **where)
         wanted = bleu.references(task.corpus, split)
         scored = bleu.score(said, wanted, tokenised=bleu.is_tokenised(task.corpus))
         metrics |= {
@@ -80,12 +87,14 @@ def evaluate_run(
             "tokenised_signature": scored.tokenised_signature,
             "brevity_penalty": scored.brevity_penalty,
         }
-    facts = (
-        {"stride": stride} if config.task == "language" else {"beams": beams} if config.task == "translation" else {}
-    )
+    facts: dict[str, Any] = {}
+    if config.task == "language":
+        facts = {"stride": stride}
+    elif config.task == "translation":
+        facts = {"beams": beams, "length_penalty": length_penalty}
     written = result.describe(
         config, metrics=metrics, corpus=task.corpus.fingerprint, device=place, split=split, best_step=found.step,
-        precision=str(share.precision or torch.float32).removeprefix("torch."),
+        precision=share.precision_name,
         baselines=baselines.compute(task.corpus, split), **facts,
     )  # fmt: skip
     result.write(folder / f"evaluation-{split}.json", written)
@@ -97,6 +106,8 @@ def open_run(folder: Path, *, source: Path | None = None, progress: Progress = n
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} must be the folder of a run, got no {CONFIG} there")
     config = from_mapping(RunConfig, read_yaml(folder / CONFIG))
+    # A limit is for validation during training; here everything counts.
+    config = dataclasses.replace(config, validation=dataclasses.replace(config.validation, limit=None))
     return config, build_task(config, open_or_prepare(config.data, source=source, progress=progress))
 
 

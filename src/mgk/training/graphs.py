@@ -1,8 +1,8 @@
 """Forward and backward as CUDA graphs: queued by the host in one call instead of hundreds.
 
-A small model on short batches spends more time in Python than on the GPU (LRA Text with 2 heads: 6 ms of host work for
-3.6 ms of kernels). A graph is recorded for each shape of batch, the second time that shape is seen; from then on it is
-replayed. What it computes is the same, kernel for kernel, dropout included.
+A small model on short batches spends more time in Python than on the GPU. A graph is recorded for each shape of batch,
+the second time that shape is seen; from then on it is replayed. What it computes is the same, kernel for kernel,
+dropout included.
 """
 
 from __future__ import annotations
@@ -15,13 +15,34 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.fabric.strategies.single_device import SingleDeviceStrategy
+from lightning.fabric.strategies.strategy import Strategy
 from torch import Tensor
+from transformers import PreTrainedModel
+
+from mgk.nn import EMPrior
 
 Step = Callable[[dict[str, Tensor], Tensor, Tensor], Tensor]
 """Forward and backward of a batch on the device, given the number of targets and the loss scale; gives the loss."""
 
 Move = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 Shape = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def unsupported(model: PreTrainedModel, device: torch.device, strategy: Strategy) -> str | None:
+    """Why the updates of a model cannot be recorded, or ``None``."""
+    if device.type != "cuda":
+        return "a CPU"
+    if not isinstance(strategy, SingleDeviceStrategy):
+        return "several ranks, which wait for each other"
+    if any(isinstance(module, EMPrior) for module in model.modules()):
+        return "priors set by EM, whose sums are gathered anew in every update"
+    config = model.config
+    if config.adaptive_cutoffs is not None:
+        return "an adaptive softmax, for which the host counts the words of each cluster"
+    if config.attention_dropout > 0 and config.attention not in ("softmax", "gaussian"):
+        return "attention dropout on a mixture, whose seed the host draws"
+    return None
 
 
 @dataclass(frozen=True)
@@ -61,10 +82,14 @@ class GraphedStep:
         if self._failed or self._seen[shape] == 1:
             return self._run(batch, num_targets, scale)
         if shape not in self._recordings:
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            before = generator.clone_state()
             try:
                 self._recordings[shape] = self._record(self._move(batch))
             except RuntimeError as error:
                 self._failed = True
+                # It would go on as if it were being recorded.
+                generator.graphsafe_set_state(before)
                 warnings.warn(f"CUDA graphs could not be recorded, training goes on without: {error}", stacklevel=2)
                 return self._run(batch, num_targets, scale)
         recording = self._recordings[shape]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from types import TracebackType
 
@@ -28,12 +29,17 @@ class RunLock:
         if fcntl is not None:
             try:
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            except BlockingIOError as error:
                 owner = os.read(self._handle, 64).decode(errors="replace").strip() or "unknown"
                 os.close(self._handle)
                 raise RunLockedError(
                     f"{self.path.parent} must have one writer, got a second: process {owner} is at work there"
                 ) from error
+            except OSError as error:
+                # Some network file systems have no locks. A run is worth more than the warning against a second one.
+                warnings.warn(
+                    f"{self.path} cannot be locked, so nobody watches over two writers: {error}", stacklevel=2
+                )
         os.ftruncate(self._handle, 0)
         os.write(self._handle, f"{os.getpid()}\n".encode())
         return self

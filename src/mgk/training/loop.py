@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 import yaml
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
@@ -31,11 +32,11 @@ from mgk.data import baselines
 from mgk.data.batches import iterate
 from mgk.data.store import Corpus
 from mgk.models.layer import MGKLayer
-from mgk.nn import EMPrior, parameter_groups, update_priors
-from mgk.training import checkpoint, result, skipped, snapshot
+from mgk.nn import parameter_groups, update_priors
+from mgk.training import checkpoint, graphs, result, skipped, snapshot
 from mgk.training.checkpoint import Checkpoint, Write
 from mgk.training.configuration import RunConfig, to_mapping
-from mgk.training.distributed import seed_everything, total_norm
+from mgk.training.distributed import on_first_rank, seed_everything, total_norm
 from mgk.training.errors import CheckpointError, CheckpointWriteError, NonFiniteError
 from mgk.training.graphs import GraphedStep
 from mgk.training.lock import RunLock
@@ -154,7 +155,8 @@ class Trainer:
         self._reports: deque[Report] = deque()
         self._told_to_stop = False
         self._clock, self._logged_seconds, self._logged_tokens = time.perf_counter(), state.seconds, state.tokens
-        self._metric = ""
+        self._loss: float | None = None
+        self._metric = self._speed = ""
         self._curves: Curves | None = None
         if self._is_first:
             self._row = self.display.add(f"{config.name} {config.row}".strip(), config.training.steps, state.step)
@@ -179,6 +181,7 @@ class Trainer:
                 self._update([next(stream) for _ in range(training.accumulate)])
                 if self.state.step % training.log_every == 0:
                     self._log()
+                self._show()
                 self._count_time()
                 yield self.state.step
                 self._clock = time.perf_counter()
@@ -202,8 +205,9 @@ class Trainer:
             self._curves.write(self.state.step, "valid", metrics)
         # One that is not a number is never the best.
         if score == score and (self.state.best is None or score > self.state.best):
-            self.state.best, self.state.best_step = score, self.state.step
-            self._write(BEST, {"metrics": metrics}, snapshot.take_weights(self.model))
+            content = {**self._identity(), "metrics": metrics}
+            if self._write(BEST, content, snapshot.take_weights(self.model)):
+                self.state.best, self.state.best_step = score, self.state.step
         self._clock = time.perf_counter()
         return metrics
 
@@ -348,6 +352,9 @@ class Trainer:
 
     def _resume(self, resume: Resume) -> None:
         """Go on where a checkpoint was written."""
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or "SLURM_RESTART_COUNT" in os.environ:
+            # The command was for the first time: from then on there is something newer.
+            resume = "auto"
         if isinstance(resume, int):
             found: Checkpoint | None = checkpoint.read(checkpoint.place(self.checkpoints, STEP, resume))
         elif resume == "never" and checkpoint.candidates(self.checkpoints, STEP):
@@ -359,13 +366,13 @@ class Trainer:
             self._say(f"no checkpoint in {self.checkpoints}: starting at step 0")
             return
         snapshot.check_same_run(found, self._identity())
+        snapshot.restore_all(found, self.model, self.optimizer, self.fabric)
         if isinstance(resume, int) and self._is_first:
             # What came after it is made anew; a crash must not go on from what is no more.
             for path in checkpoint.candidates(self.checkpoints, STEP):
                 if checkpoint.step_of(path) > resume:
                     self._say(f"removed {path.name}, which comes after step {resume}")
                     checkpoint.remove(path)
-        snapshot.restore_all(found, self.model, self.optimizer, self.fabric)
         self.state = State(**found.manifest["state"])
         self._say(f"going on from {found.folder.name}")
 
@@ -388,6 +395,9 @@ class Trainer:
             "config": to_mapping(self.config),
             "corpus": self.task.corpus.fingerprint,
             "ranks": self.share.ranks,
+            # What was left to the machine.
+            "precision": self.share.precision_name,
+            "multiple_of": self.share.multiple_of(self.config),
         }
 
     def _manifest(self) -> dict[str, Any]:
@@ -398,8 +408,8 @@ class Trainer:
             self.state.since_overflow = float(self._loss_scale.since_overflow)
         return {**self._identity(), "state": dataclasses.asdict(self.state)}
 
-    def _write(self, kind: str, content: dict[str, Any], files: Write, *, must: bool = False) -> None:
-        """Write a checkpoint on the first rank; all agree on whether it worked."""
+    def _write(self, kind: str, content: dict[str, Any], files: Write, *, must: bool = False) -> bool:
+        """Write a checkpoint on the first rank; all agree on whether it worked, which is what comes back."""
         problem: CheckpointWriteError | None = None
         if self._is_first:
 
@@ -415,6 +425,7 @@ class Trainer:
         failed = self._sum_over_ranks(self._scalar(float(problem is not None)))
         if must and failed > 0:
             raise problem or CheckpointWriteError("the first rank must write its checkpoint, got an error there")
+        return bool(failed == 0)
 
     def _prune(self) -> None:
         """Remove old checkpoints, but no best model that one of those which stay would go on with."""
@@ -442,18 +453,26 @@ class Trainer:
             "tokens": float(self.state.tokens),
             "seconds": self.state.seconds,
         }
-        says = f"loss {values['loss']:.4f}{self._metric}, {values['tokens_per_second']:,.0f} tokens/s"
+        self._loss = values["loss"]
+        self._speed = f", {values['tokens_per_second']:,.0f} tokens/s"
         if self.share.device.type == "cuda":
             values["gpu_gib"] = torch.cuda.max_memory_allocated(self.share.device) / 2**30
-            says += f", {values['gpu_gib']:.1f} GiB"
+            self._speed += f", {values['gpu_gib']:.1f} GiB"
         self._curves.write(self.state.step, "train", values)
-        self.display.update(self._row, self.state.step, self.config.training.steps, says)
+
+    def _show(self, also: str = "") -> None:
+        """Tell whoever waits how far it is."""
+        if self._is_first:
+            loss = self._loss if self._loss is not None else next(reversed(self.state.losses), float("nan"))
+            says = f"loss {loss:.4f}{self._metric}{self._speed}{also}"
+            self.display.update(self._row, self.state.step, self.config.training.steps, says)
 
     def _watched(self, steps: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
         """The batches of an evaluation; a signal ends it, unless other ranks would be left waiting."""
-        for each in steps:
+        for number, each in enumerate(steps):
             if self.stop.signal is not None and self.share.ranks == 1:
                 raise Interrupted
+            self._show(f", {description} {number} of {total}")
             yield each
 
     def _should_stop(self) -> bool:
@@ -467,12 +486,17 @@ class Trainer:
 
     @property
     def _may_record(self) -> bool:
-        """Whether updates can be CUDA graphs: not where ranks wait for each other, nor where backward sets priors."""
-        wanted = self.config.training.cuda_graphs is not False and self.share.device.type == "cuda"
-        return wanted and self.share.ranks == 1 and not any(isinstance(m, EMPrior) for m in self.model.modules())
+        """Whether updates become CUDA graphs."""
+        wanted = self.config.training.cuda_graphs
+        why_not = graphs.unsupported(self.model, self.share.device, self.fabric.strategy)
+        if wanted and why_not is not None:
+            raise ValueError(f"training.cuda_graphs must be false or left out with {why_not}, got true")
+        return wanted is not False and why_not is None
 
     def _compile(self) -> None:
         if self._is_compiled:
+            # The compiler counts versions over all models of a process, and gives up at the eighth.
+            torch.compiler.reset()
             # In place, so that weights keep their names. FSDP gathers layer by layer, so that is what is compiled.
             layers = [module for module in self.model.modules() if isinstance(module, MGKLayer)]
             for module in layers if isinstance(self.fabric.strategy, ModelParallelStrategy) else [self.model]:
@@ -498,7 +522,10 @@ class Trainer:
         return self.fabric.no_backward_sync(self._wrapped)
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
-        return value if self.share.ranks == 1 else torch.as_tensor(self.fabric.all_reduce(value, reduce_op="sum"))
+        # Not Fabric's, which has the host wait for all ranks first.
+        if self.share.ranks > 1:
+            dist.all_reduce(value)
+        return value
 
     def _scalar(self, value: float) -> Tensor:
         # Filled on the device: nothing is copied from the host, and nobody waits.
@@ -540,11 +567,13 @@ def fit(
     folder = Path(folder)
     display = display or Display(quiet=True)
     with contextlib.ExitStack() as stack:
-        if fabric.is_global_zero:
+
+        def take_folder() -> None:
             _make_folder(folder)
             stack.enter_context(RunLock(folder))
             checkpoint.clean(folder / CHECKPOINTS)
-        fabric.barrier()
+
+        on_first_rank(fabric, take_folder)
         stop = stack.enter_context(GracefulStop())
         stack.enter_context(display)
         trainer = Trainer(config, folder, corpus, fabric, resume=resume, display=display, stop=stop)
@@ -556,7 +585,8 @@ def fit(
             return finish(trainer)
         except Interrupted:
             if fabric.is_global_zero:
-                display.say(f"stopped at step {trainer.state.step} and saved: the same command goes on from here")
+                how = "the same command" if resume == "auto" else "--resume auto"
+                display.say(f"stopped at step {trainer.state.step} and saved: {how} goes on from here")
             # Where another rank was told, as a batch system does to one process of many: its signal was SIGTERM.
             raise SystemExit(143 if stop.signal is None else stop.exit_code) from None
 
@@ -572,7 +602,7 @@ def finish(trainer: Trainer) -> dict[str, Any]:
         corpus=corpus.fingerprint,
         device=trainer.share.device,
         ranks=trainer.share.ranks,
-        precision=str(trainer.share.precision or torch.float32).removeprefix("torch."),
+        precision=trainer.share.precision_name,
         parameters=trainer.model.num_parameters(),
         best_step=best.step,
         steps=state.step,

@@ -18,8 +18,8 @@ def describe(
 ) -> dict[str, Any]:
     """The samples of micro-batch ``number``, its largest logit, and the gradient of every part of the model.
 
-    The batch is run again without dropout, on the weights of now, which that update did not change. Nothing is left
-    behind: no gradient, no random numbers drawn.
+    The batch is run again without dropout, on the weights of now: that update did not change them, but on a GPU the
+    next one has. Nothing is left behind: no gradient, no random numbers drawn.
 
     Args:
         model: whose gradients are looked at.

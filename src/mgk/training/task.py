@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -46,9 +47,18 @@ class Share:
     rank: int = 0
     ranks: int = 1
 
+    @property
+    def precision_name(self) -> str:
+        return str(self.precision or torch.float32).removeprefix("torch.")
+
     def multiple_of(self, config: RunConfig) -> int:
         """What widths of batches are rounded up to."""
-        return config.data.multiple_of or (64 if self.device.type == "cuda" else 1)
+        if config.data.multiple_of is not None:
+            return config.data.multiple_of
+        if self.device.type != "cuda":
+            return 1
+        # Sentences are short: rounded up to 64 they would be padding for the most part.
+        return 8 if config.task == "translation" else 64
 
 
 class Task(Protocol):
@@ -256,7 +266,14 @@ class Translation:
         if smoothing == 0:
             return model(**batch, num_items_in_batch=num_targets).loss
         labels = batch["labels"]
-        logits = model(**batch).logits.float()
+        # Without labels, for which the model would compute a loss of its own.
+        late = F.pad(labels[:, :-1], (1, 0), value=translation.EOS)
+        logits = model(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            decoder_input_ids=late.masked_fill(late == IGNORED, translation.PAD),
+            use_cache=False,
+        ).logits.float()
         total = F.cross_entropy(
             logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing
         )
@@ -285,11 +302,13 @@ class Translation:
             "count": float(metrics.tokens),
         }
         if self.config.validation.metric == "bleu":
-            # As fairseq does during training.
-            said = bleu.translate(
-                model, self.corpus, split, max_length_ratio=1.2, max_length_offset=10, max_tokens=self._largest(split),
-                device=share.device, precision=share.precision, rank=share.rank, ranks=share.ranks, progress=progress,
-            )  # fmt: skip
+            # As fairseq does during training. Not compiled: every length would be one more version.
+            with uncompiled(model):
+                said = bleu.translate(
+                    model, self.corpus, split, max_length_ratio=1.2, max_length_offset=10,
+                    max_tokens=self._largest(split), device=share.device, precision=share.precision, rank=share.rank,
+                    ranks=share.ranks, progress=progress,
+                )  # fmt: skip
             wanted = bleu.references(self.corpus, split)
             found["bleu"] = bleu.score(said, wanted, tokenised=bleu.is_tokenised(self.corpus)).bleu
         return found
@@ -306,6 +325,19 @@ class Translation:
         longest = max(int(side.lengths.max(initial=0)) for side in self._sides(split))
         assert self.config.training.max_tokens is not None
         return max(longest, self.config.training.max_tokens)
+
+
+@contextlib.contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """The model as it was before ``compile()``, its parts included."""
+    compiled = {module: module._compiled_call_impl for module in model.modules()}
+    for module in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, implementation in compiled.items():
+            module._compiled_call_impl = implementation
 
 
 class _First:

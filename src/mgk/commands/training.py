@@ -113,7 +113,7 @@ def run(
 ) -> dict[str, Any]:
     """Launch, prepare the data, train, print the result."""
     from mgk.training.corpora import open_or_prepare
-    from mgk.training.distributed import build_fabric
+    from mgk.training.distributed import build_fabric, on_first_rank
     from mgk.training.loop import fit
     from mgk.training.tracking import Display
 
@@ -121,9 +121,7 @@ def run(
     fabric.launch()
     console = Console(stderr=True)
     # One rank prepares, the others find it there.
-    if fabric.is_global_zero:
-        open_or_prepare(config.data, source=source, progress=bar(console))
-    fabric.barrier()
+    on_first_rank(fabric, lambda: open_or_prepare(config.data, source=source, progress=bar(console)))
     corpus = open_or_prepare(config.data, source=source)
     found = fit(config, folder, corpus, fabric, resume=resume, display=Display(console=console))
     if fabric.is_global_zero:
@@ -142,17 +140,20 @@ def evaluate(
     ] = 1,
     sliding: Annotated[bool, typer.Option(help="Language models: whether to slide a window at all.")] = True,
     beams: Annotated[int, typer.Option(min=1, help="Translation: beams of the search.")] = 5,
+    length_penalty: Annotated[
+        float, typer.Option(help="Translation: above 1 prefers longer ones (WMT'14: 0.6).")
+    ] = 1.0,
     source: Source = None,
     device: Device = "auto",
-    precision: Annotated[str, typer.Option(help="fp32, bf16, fp16; auto: as in training.")] = "auto",
+    precision: Annotated[str, typer.Option(help="fp32, bf16, fp16; auto: as the recipe says.")] = "auto",
 ) -> None:
     """Test the best model of a run the way the paper does, beside what needs no transformer."""
     from mgk.training.evaluate import evaluate_run
 
     console = Console(stderr=True)
     found = evaluate_run(
-        folder, split, stride=stride if sliding else None, beams=beams, source=source, device=device,
-        precision=precision, progress=bar(console),
+        folder, split, stride=stride if sliding else None, beams=beams, length_penalty=length_penalty, source=source,
+        device=device, precision=precision, progress=bar(console),
     )  # fmt: skip
     table = Table("metric", "value", title=f"{found['recipe']} {found['row']}, {split}")
     for name, value in found["metrics"].items():
@@ -173,7 +174,7 @@ def sweep(
     results: Annotated[Path | None, typer.Option(help="Put every result here as well.")] = None,
 ) -> None:
     """Run every row of a recipe with every seed. Started again, it skips what is done and goes on with the rest."""
-    from mgk.training.sweep import run_sweep, table_of
+    from mgk.commands.sweep import run_sweep, table_of
 
     found = run_sweep(
         recipe, rows=None if rows is None else rows.split(), seeds=parse_seeds(seeds), changes=changes or [],

@@ -8,14 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.markup import escape
 from rich.table import Table
 
 import mgk.recipes
+from mgk.commands.training import default_run, run, show_metric, write_copy
 from mgk.training import result
-from mgk.training.commands import default_run, run, show_metric, write_copy
-from mgk.training.configuration import differences, to_mapping
+from mgk.training.configuration import RunConfig, differences, to_mapping
+from mgk.training.loop import choose_precision
 from mgk.training.snapshot import FREE_TO_CHANGE
+from mgk.training.task import Share
 
 
 @dataclass
@@ -70,7 +73,7 @@ def run_sweep(
     for number, (title, config) in enumerate(zip(titles, cells, strict=True), start=1):
         place = default_run(config, folder)
         try:
-            found = _finished(place, config)
+            found = _finished(place, config, device)
             say(f"[{number}/{len(cells)}] {title}: {'done before' if found else place}")
             if found is None:
                 found = run(config, place, source=source, resume="auto", device=device, results=results, recipe=recipe)
@@ -109,13 +112,19 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
     return mean, math.sqrt(variance / len(values))
 
 
-def _finished(folder: Path, config: Any) -> dict[str, Any] | None:
+def _finished(folder: Path, config: RunConfig, device: str) -> dict[str, Any] | None:
     """The result of a cell, if it is there and was made with this configuration."""
     path = folder / result.RESULT
     if not path.is_file():
         return None
     found = result.read(path)
     changed = {key for key in differences(found["config"], to_mapping(config)) if key not in FREE_TO_CHANGE}
+    here = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+    if (
+        found["precision"]
+        != Share(device=here, precision=choose_precision(config.training.precision, here)).precision_name
+    ):
+        changed.add("precision")
     if changed:
         raise ValueError(
             f"{folder} must hold a run of this configuration, got one that differs in {', '.join(sorted(changed))}"

@@ -1,0 +1,1 @@
+"""What the command line does, one file for each group of commands. They may use every part of the library."""
