@@ -29,7 +29,8 @@ from mgk.data.store import Corpus
 from mgk.training.configuration import RunConfig, from_mapping, merge
 from mgk.training.distributed import build_fabric, whole
 from mgk.training.errors import CheckpointError
-from mgk.training.loop import Trainer, finish, fit
+from mgk.training.loop import Trainer
+from mgk.training.run import finish, fit
 from mgk.training.task import Classification
 
 STEPS = 20

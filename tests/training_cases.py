@@ -20,10 +20,11 @@ import torch
 
 import mgk.data
 from mgk.data import store
-from mgk.training import checkpoint, loop, signals, snapshot
+from mgk.training import checkpoint, run, signals, snapshot
 from mgk.training.configuration import RunConfig, from_mapping, merge
 from mgk.training.distributed import build_fabric, random_state
-from mgk.training.loop import CHECKPOINTS, STEP, Trainer, fit
+from mgk.training.loop import CHECKPOINTS, STEP, Trainer
+from mgk.training.run import fit
 from mgk.training.tracking import Display
 
 TESTS = Path(__file__).parent
@@ -251,7 +252,7 @@ def train(pipe, folder, corpus, values, phase=None):
             if phase == "steps":
                 pipe.send(report.step)
 
-    loop.Trainer = Watched
+    run.Trainer = Watched
     signals.ECHO = ECHO
     fit(from_mapping(RunConfig, values), folder, store.load(corpus), build_fabric(device="cpu"))
 

@@ -28,7 +28,8 @@ import mgk.data
 from mgk.training import CheckpointError, CheckpointWriteError, checkpoint, result, snapshot
 from mgk.training.configuration import merge
 from mgk.training.distributed import random_state, seed_everything, set_random_state
-from mgk.training.loop import CHECKPOINTS, Trainer, finish
+from mgk.training.loop import CHECKPOINTS, Trainer
+from mgk.training.run import finish
 from mgk.training.tracking import METRICS, read_curves
 
 NOT_COMPARED = {"seconds", "tokens_per_second"}

@@ -20,7 +20,7 @@ from training_cases import (
     updates_of,
 )
 
-from mgk.training import RunConfig, build_fabric, checkpoint, fit, from_mapping, loop, result, signals
+from mgk.training import RunConfig, build_fabric, checkpoint, fit, from_mapping, result, run, signals
 from mgk.training.loop import CHECKPOINTS, STEP, Trainer
 from mgk.training.signals import STOPPING, GracefulStop
 
@@ -122,7 +122,7 @@ def test_in_this_process(corpus, tmp_path):
     lines = Lines()
     config = from_mapping(RunConfig, VALUES)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "Trainer", Kind)
+        patch.setattr(run, "Trainer", Kind)
         with pytest.raises(SystemExit) as caught:
             fit(config, tmp_path, corpus, build_fabric(device="cpu"), display=lines.display)
     assert caught.value.code == 143

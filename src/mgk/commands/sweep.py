@@ -16,9 +16,8 @@ import mgk.recipes
 from mgk.commands.training import default_run, run, show_metric, write_copy
 from mgk.training import result
 from mgk.training.configuration import RunConfig, differences, to_mapping
-from mgk.training.loop import choose_precision
 from mgk.training.snapshot import FREE_TO_CHANGE
-from mgk.training.task import Share
+from mgk.training.task import Share, choose_precision
 
 
 @dataclass

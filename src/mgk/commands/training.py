@@ -114,7 +114,7 @@ def run(
     """Launch, prepare the data, train, print the result."""
     from mgk.training.corpora import open_or_prepare
     from mgk.training.distributed import build_fabric, on_first_rank
-    from mgk.training.loop import fit
+    from mgk.training.run import fit
     from mgk.training.tracking import Display
 
     fabric = build_fabric(device=device, devices=devices, nodes=nodes, strategy=strategy)  # type: ignore[arg-type]

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from mgk.training.distributed import build_fabric
     from mgk.training.errors import CheckpointError, CheckpointWriteError, NonFiniteError, RunLockedError
     from mgk.training.evaluate import evaluate_run
-    from mgk.training.loop import Trainer, fit
+    from mgk.training.loop import Trainer
+    from mgk.training.run import fit
     from mgk.training.tracking import Display
 
 _HOMES = {
@@ -22,7 +23,7 @@ _HOMES = {
     "Trainer": "loop",
     "build_fabric": "distributed",
     "evaluate_run": "evaluate",
-    "fit": "loop",
+    "fit": "run",
     "from_mapping": "configuration",
     "open_or_prepare": "corpora",
     "to_mapping": "configuration",

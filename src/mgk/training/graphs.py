@@ -28,6 +28,9 @@ Step = Callable[[dict[str, Tensor], Tensor, Tensor], Tensor]
 Move = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 Shape = tuple[tuple[str, tuple[int, ...]], ...]
 
+LIMIT = 128
+"""Shapes that are recorded. Pairs and translations have more, and each recording takes memory of the driver."""
+
 
 def unsupported(model: PreTrainedModel, device: torch.device, strategy: Strategy) -> str | None:
     """Why the updates of a model cannot be recorded, or ``None``."""
@@ -79,9 +82,10 @@ class GraphedStep:
         shape: Shape = tuple((name, tuple(tensor.shape)) for name, tensor in batch.items())
         self._seen[shape] += 1
         # The first time as ever, which compiles what there is to compile.
-        if self._failed or self._seen[shape] == 1:
+        is_new = shape not in self._recordings
+        if self._failed or self._seen[shape] == 1 or (is_new and len(self._recordings) >= LIMIT):
             return self._run(batch, num_targets, scale)
-        if shape not in self._recordings:
+        if is_new:
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             before = generator.clone_state()
             try:

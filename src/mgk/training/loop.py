@@ -4,7 +4,7 @@ A run lives in a folder::
 
     config.yaml  metrics.jsonl  tensorboard/  checkpoints/  result.json
 
-:class:`Trainer` is one run: ``for step in trainer.steps()`` makes it. :func:`fit` does so from beginning to end.
+:class:`Trainer` is one run: ``for step in trainer.steps()`` makes it; :func:`mgk.training.fit` does all of it.
 """
 
 from __future__ import annotations
@@ -16,77 +16,38 @@ import os
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-import yaml
 from lightning.fabric import Fabric
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mgk.data import baselines
 from mgk.data.batches import iterate
 from mgk.data.store import Corpus
 from mgk.models.layer import MGKLayer
 from mgk.nn import parameter_groups, update_priors
-from mgk.training import checkpoint, graphs, result, skipped, snapshot
+from mgk.training import checkpoint, graphs, skipped, snapshot
 from mgk.training.checkpoint import Checkpoint, Write
 from mgk.training.configuration import RunConfig, to_mapping
-from mgk.training.distributed import on_first_rank, seed_everything, total_norm
+from mgk.training.distributed import seed_everything, total_norm
 from mgk.training.errors import CheckpointError, CheckpointWriteError, NonFiniteError
 from mgk.training.graphs import GraphedStep
-from mgk.training.lock import RunLock
 from mgk.training.loss_scale import LossScale
 from mgk.training.schedule import rates
 from mgk.training.signals import GracefulStop
-from mgk.training.task import Share, Task, build_task
+from mgk.training.state import Report, State
+from mgk.training.task import Share, Task, build_task, choose_precision
 from mgk.training.tracking import Curves, Display
 
 T = TypeVar("T")
 Resume = Literal["auto", "never"] | int
 
-CHECKPOINTS, CONFIG, SKIPPED = "checkpoints", "config.yaml", "skipped.jsonl"
+CHECKPOINTS, SKIPPED = "checkpoints", "skipped.jsonl"
 STEP, BEST = "step", "best"
-
-
-@dataclass
-class State:
-    """Where a run is, besides weights, optimiser and random numbers."""
-
-    step: int = 0
-    """Updates done."""
-    validated: int = 0
-    """The last step that was validated."""
-    best: float | None = None
-    """The best validation, as a score: higher is better."""
-    best_step: int = 0
-    tokens: int = 0
-    """Read by all ranks, padding not counted."""
-    seconds: float = 0.0
-    """Spent on updates, by all processes that have worked on this run."""
-    skipped: int = 0
-    """Updates skipped."""
-    skipped_in_a_row: int = 0
-    running_loss: float | None = None
-    """The mean that a leap of the loss is measured against."""
-    loss_scale: float = LossScale.FIRST
-    since_overflow: float = 0.0
-    losses: list[float] = field(default_factory=list)
-    """Since the last line of the log."""
-
-
-class Report(NamedTuple):
-    """What the device says about an update."""
-
-    step: int
-    values: Tensor
-    """Loss, norm of the gradient, whether it was skipped, tokens, ranks that were told to stop: ``[5]`` on the host."""
-    ready: torch.cuda.Event | None
-    """When the values are there."""
 
 
 class Interrupted(Exception):
@@ -361,7 +322,7 @@ class Trainer:
             raise CheckpointError(f"{self.checkpoints} must be empty with --resume never, got checkpoints")
         else:
             found = checkpoint.newest(self.checkpoints, STEP, self._say)
-        self._check_all_found(found)
+        snapshot.check_same_step(found, self.checkpoints, self.fabric)
         if found is None:
             self._say(f"no checkpoint in {self.checkpoints}: starting at step 0")
             return
@@ -375,19 +336,6 @@ class Trainer:
                     checkpoint.remove(path)
         self.state = State(**found.manifest["state"])
         self._say(f"going on from {found.folder.name}")
-
-    def _check_all_found(self, found: Checkpoint | None) -> None:
-        """Ranks that went on from different steps would wait for each other, or mix what they have."""
-        if self.share.ranks == 1:
-            return
-        step = self._scalar(-1 if found is None else found.step)
-        steps = [int(each) for each in torch.as_tensor(self.fabric.all_gather(step)).tolist()]
-        if len(set(steps)) > 1:
-            listed = ", ".join("none" if each < 0 else f"step {each}" for each in steps)
-            raise CheckpointError(
-                f"every rank must find the same checkpoint in {self.checkpoints}, got {listed}: "
-                f"is it on a disk that all nodes share?"
-            )
 
     def _identity(self) -> dict[str, Any]:
         """What has to be the same for a run to go on."""
@@ -538,102 +486,3 @@ class Trainer:
     @property
     def _is_first(self) -> bool:
         return self.fabric.is_global_zero
-
-
-def fit(
-    config: RunConfig,
-    folder: str | Path,
-    corpus: Corpus,
-    fabric: Fabric,
-    *,
-    resume: Resume = "auto",
-    display: Display | None = None,
-) -> dict[str, Any]:
-    """Make a run from beginning to end, or from where it is: train, choose the best, test it, write the result.
-
-    A first SIGTERM, SIGINT or SIGUSR1 finishes the step, saves, and leaves with the usual exit code.
-
-    Args:
-        config: everything that decides the numbers.
-        folder: of the run; made where it is not there.
-        corpus: prepared.
-        fabric: launched.
-        resume: see :class:`Trainer`.
-        display: shows how far it is.
-
-    Returns:
-        What stands in ``result.json``.
-    """
-    folder = Path(folder)
-    display = display or Display(quiet=True)
-    with contextlib.ExitStack() as stack:
-
-        def take_folder() -> None:
-            _make_folder(folder)
-            stack.enter_context(RunLock(folder))
-            checkpoint.clean(folder / CHECKPOINTS)
-
-        on_first_rank(fabric, take_folder)
-        stop = stack.enter_context(GracefulStop())
-        stack.enter_context(display)
-        trainer = Trainer(config, folder, corpus, fabric, resume=resume, display=display, stop=stop)
-        if fabric.is_global_zero:
-            write_config(folder, config)
-        try:
-            for _ in trainer.steps():
-                pass
-            return finish(trainer)
-        except Interrupted:
-            if fabric.is_global_zero:
-                how = "the same command" if resume == "auto" else "--resume auto"
-                display.say(f"stopped at step {trainer.state.step} and saved: {how} goes on from here")
-            # Where another rank was told, as a batch system does to one process of many: its signal was SIGTERM.
-            raise SystemExit(143 if stop.signal is None else stop.exit_code) from None
-
-
-def finish(trainer: Trainer) -> dict[str, Any]:
-    """Test the best model of a finished run, and write ``result.json``."""
-    best = trainer.load_best()
-    tested = trainer.evaluate("test")
-    state, corpus = trainer.state, trainer.task.corpus
-    found = result.describe(
-        trainer.config,
-        metrics={"valid": best.manifest["metrics"], "test": tested},
-        corpus=corpus.fingerprint,
-        device=trainer.share.device,
-        ranks=trainer.share.ranks,
-        precision=trainer.share.precision_name,
-        parameters=trainer.model.num_parameters(),
-        best_step=best.step,
-        steps=state.step,
-        skipped=state.skipped,
-        tokens=state.tokens,
-        seconds=state.seconds,
-        baselines=baselines.compute(corpus) if trainer.fabric.is_global_zero else {},
-    )
-    if trainer.fabric.is_global_zero:
-        result.write(trainer.folder / result.RESULT, found)
-    return found
-
-
-def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
-    """What to autocast to; ``None`` for fp32."""
-    if name == "auto":
-        name = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
-    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-
-
-def write_config(folder: Path, config: RunConfig) -> None:
-    """Keep the configuration where people look for it."""
-    temporary = folder / f".{CONFIG}"
-    temporary.write_text(yaml.safe_dump(to_mapping(config), sort_keys=False), encoding="utf-8")
-    temporary.replace(folder / CONFIG)
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"the run folder {folder} must be one that can be made, got {error}") from error
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"the run folder {folder} must be writable, got one that is not")

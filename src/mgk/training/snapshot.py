@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -116,6 +117,22 @@ def check_same_run(found: Checkpoint, now: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{found.folder} must come from as many ranks, {now['ranks']}, got {before['ranks']}: "
             f"go on with --devices and --nodes as they were"
+        )
+
+
+def check_same_step(found: Checkpoint | None, checkpoints: Path, fabric: Fabric) -> None:
+    """Ranks that went on from different steps would wait for each other, or mix what they have."""
+    if fabric.world_size == 1:
+        return
+    step = torch.tensor(-1 if found is None else found.step, device=fabric.device)
+    gathered = [torch.empty_like(step) for _ in range(fabric.world_size)]
+    dist.all_gather(gathered, step)
+    steps = [int(each) for each in gathered]
+    if len(set(steps)) > 1:
+        listed = ", ".join("none" if each < 0 else f"step {each}" for each in steps)
+        raise CheckpointError(
+            f"every rank must find the same checkpoint in {checkpoints}, got {listed}: "
+            f"is it on a disk that all nodes share?"
         )
 
 

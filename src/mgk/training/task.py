@@ -61,6 +61,13 @@ class Share:
         return 8 if config.task == "translation" else 64
 
 
+def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
+    """What to autocast to; ``None`` for fp32."""
+    if name == "auto":
+        name = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+    return {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
 class Task(Protocol):
     """One kind of task."""
 

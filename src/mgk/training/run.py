@@ -1,0 +1,115 @@
+"""A run from beginning to end: its folder, its training, its test, its result."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.fabric import Fabric
+
+from mgk.data import baselines
+from mgk.data.store import Corpus
+from mgk.training import checkpoint, result
+from mgk.training.configuration import RunConfig, to_mapping
+from mgk.training.distributed import on_first_rank
+from mgk.training.lock import RunLock
+from mgk.training.loop import CHECKPOINTS, Interrupted, Resume, Trainer
+from mgk.training.signals import GracefulStop
+from mgk.training.tracking import Display
+
+CONFIG = "config.yaml"
+
+
+def fit(
+    config: RunConfig,
+    folder: str | Path,
+    corpus: Corpus,
+    fabric: Fabric,
+    *,
+    resume: Resume = "auto",
+    display: Display | None = None,
+) -> dict[str, Any]:
+    """Make a run from beginning to end, or from where it is: train, choose the best, test it, write the result.
+
+    A first SIGTERM, SIGINT or SIGUSR1 finishes the step, saves, and leaves with the usual exit code.
+
+    Args:
+        config: everything that decides the numbers.
+        folder: of the run; made where it is not there.
+        corpus: prepared.
+        fabric: launched.
+        resume: see :class:`Trainer`.
+        display: shows how far it is.
+
+    Returns:
+        What stands in ``result.json``.
+    """
+    folder = Path(folder)
+    display = display or Display(quiet=True)
+    with contextlib.ExitStack() as stack:
+
+        def take_folder() -> None:
+            _make_folder(folder)
+            stack.enter_context(RunLock(folder))
+            checkpoint.clean(folder / CHECKPOINTS)
+
+        on_first_rank(fabric, take_folder)
+        stop = stack.enter_context(GracefulStop())
+        stack.enter_context(display)
+        trainer = Trainer(config, folder, corpus, fabric, resume=resume, display=display, stop=stop)
+        if fabric.is_global_zero:
+            write_config(folder, config)
+        try:
+            for _ in trainer.steps():
+                pass
+            return finish(trainer)
+        except Interrupted:
+            if fabric.is_global_zero:
+                how = "the same command" if resume == "auto" else "--resume auto"
+                display.say(f"stopped at step {trainer.state.step} and saved: {how} goes on from here")
+            # Where another rank was told, as a batch system does to one process of many: its signal was SIGTERM.
+            raise SystemExit(143 if stop.signal is None else stop.exit_code) from None
+
+
+def finish(trainer: Trainer) -> dict[str, Any]:
+    """Test the best model of a finished run, and write ``result.json``."""
+    best = trainer.load_best()
+    tested = trainer.evaluate("test")
+    state, corpus = trainer.state, trainer.task.corpus
+    found = result.describe(
+        trainer.config,
+        metrics={"valid": best.manifest["metrics"], "test": tested},
+        corpus=corpus.fingerprint,
+        device=trainer.share.device,
+        ranks=trainer.share.ranks,
+        precision=trainer.share.precision_name,
+        parameters=trainer.model.num_parameters(),
+        best_step=best.step,
+        steps=state.step,
+        skipped=state.skipped,
+        tokens=state.tokens,
+        seconds=state.seconds,
+        baselines=baselines.compute(corpus) if trainer.fabric.is_global_zero else {},
+    )
+    if trainer.fabric.is_global_zero:
+        result.write(trainer.folder / result.RESULT, found)
+    return found
+
+
+def write_config(folder: Path, config: RunConfig) -> None:
+    """Keep the configuration where people look for it."""
+    temporary = folder / f".{CONFIG}"
+    temporary.write_text(yaml.safe_dump(to_mapping(config), sort_keys=False), encoding="utf-8")
+    temporary.replace(folder / CONFIG)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"the run folder {folder} must be one that can be made, got {error}") from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"the run folder {folder} must be writable, got one that is not")
