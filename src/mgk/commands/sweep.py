@@ -75,7 +75,7 @@ def run_sweep(
             found = _finished(place, config, device)
             say(f"[{number}/{len(cells)}] {title}: {'done before' if found else place}")
             if found is None:
-                found = run(config, place, source=source, resume="auto", device=device, results=results, recipe=recipe)
+                found = run(config, place, source=source, resume="auto", device=device, results=results)
             elif results is not None:
                 write_copy(results, found)
             sweep.results.setdefault(config.row, []).append(found)

@@ -13,7 +13,6 @@ from rich.table import Table
 from mgk.data.kind import Progress, no_progress
 
 if TYPE_CHECKING:
-    from mgk.recipes import Recipe
     from mgk.training.configuration import RunConfig
 
 RECIPE = typer.Argument(help="A recipe (mgk recipes), or a path to a YAML file of your own.")
@@ -94,7 +93,7 @@ def train(
     place = default_run(config) if folder is None else folder
     run(
         config, place, source=source, resume=_parse_resume(resume), device=device, devices=devices, nodes=nodes,
-        strategy=strategy, results=results, recipe=chosen,
+        strategy=strategy, results=results,
     )  # fmt: skip
 
 
@@ -109,7 +108,6 @@ def run(
     nodes: int = 1,
     strategy: str = "auto",
     results: Path | None = None,
-    recipe: Recipe | None = None,
 ) -> dict[str, Any]:
     """Launch, prepare the data, train, print the result."""
     from mgk.training.corpora import open_or_prepare
