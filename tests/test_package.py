@@ -1,5 +1,6 @@
 """What a user meets first: the import, the README, the example, the benchmark."""
 
+import ast
 import importlib.util
 import json
 import re
@@ -228,3 +229,30 @@ def test_docs_name_tests_that_exist():
             assert f"def {name}(" in tests, name
         for path in re.findall(r"`(tests/[\w/.]+)`", page.read_text()):
             assert (ROOT / path).exists(), path
+
+
+# Data flows downwards: a folder imports from itself and from those above it.
+LAYERS = ("ops", "nn", "models", "data", "evaluation", "training", "recipes", "analysis", "commands", "demo", "cli")
+
+
+def imported_layers(path):
+    """What a module imports of ours, inside functions, too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            if name.startswith("mgk."):
+                yield name.split(".")[1]
+
+
+def test_a_folder_imports_only_from_those_above_it():
+    source = ROOT / "src" / "mgk"
+    modules = [path for path in source.rglob("*.py") if path.parent != source or path.stem in LAYERS]
+    assert {path.relative_to(source).parts[0].removesuffix(".py") for path in modules} == set(LAYERS)
+    for path in modules:
+        own = LAYERS.index(path.relative_to(source).parts[0].removesuffix(".py"))
+        wrong = {name for name in imported_layers(path) if name in LAYERS and LAYERS.index(name) > own}
+        assert not wrong, f"{path.relative_to(source)} imports {wrong}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import math
 import time
@@ -124,6 +125,7 @@ class Display:
         )  # fmt: skip
         self._last: dict[int, float] = {}
         self._names: dict[int, str] = {}
+        self._begun: dict[int, tuple[float, int]] = {}
 
     def __enter__(self) -> Display:
         self._bars.start()
@@ -138,6 +140,7 @@ class Display:
         """A new row."""
         row = self._bars.add_task(name, total=total, completed=done, says="")
         self._names[row] = name
+        self._begun[row] = time.monotonic(), done
         return row
 
     def update(self, row: TaskID, done: int, total: int, says: str, *, always: bool = False) -> None:
@@ -146,7 +149,9 @@ class Display:
         now = time.monotonic()
         if not self._is_live and not self.quiet and (always or now - self._last.get(row, 0.0) >= self.every):
             self._last[row] = now
-            self.say(f"{self._names[row]}: step {done:,} of {total:,}, {says}")
+            begun, first = self._begun[row]
+            left = datetime.timedelta(seconds=round((now - begun) / max(done - first, 1) * (total - done)))
+            self.say(f"{self._names[row]}: step {done:,} of {total:,}, {says}, {left} left")
 
     def say(self, text: str) -> None:
         """One line for people."""
