@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mgk.analysis.evaluation_mode import evaluation_mode
+from mgk.evaluation.inference import evaluation_mode
 
 
 def attention_maps(model: PreTrainedModel, **inputs: Any) -> list[Tensor]:

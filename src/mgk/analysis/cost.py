@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mgk.analysis.evaluation_mode import evaluation_mode
+from mgk.evaluation.inference import evaluation_mode
 from mgk.models import AdaptiveSoftmax, MGKConfig
 from mgk.nn import PRESETS, MixtureAttention
 
