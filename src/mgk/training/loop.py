@@ -174,7 +174,9 @@ class Trainer:
 
     def evaluate(self, split: str) -> dict[str, float]:
         """The metrics of a split with the weights of now."""
-        return self.task.evaluate(self.model, split, self.share, self._watched)
+        metrics = self.task.evaluate(self.model, split, self.share, self._watched)
+        self._show()
+        return metrics
 
     def save(self, *, must: bool = False) -> None:
         """Write a checkpoint. One that cannot be written is reported, and is an error only where it ``must``."""
