@@ -121,8 +121,9 @@ def make_report(trained: dict[str, tuple[Trainer, dict[str, Any]]], corpus: Corp
         runs.append(
             RunReport(name=row, columns=columns, curves=curves, maps=maps, configuration=_flat(found["config"]))
         )
-    baselines = {name.removesuffix(", accuracy"): value for name, value in found["baselines"].items()}
-    count = int(found["metrics"]["test"]["count"])
+    _, any_result = next(iter(trained.values()))
+    baselines = {name.removesuffix(", accuracy"): value for name, value in any_result["baselines"].items()}
+    count = int(any_result["metrics"]["test"]["count"])
     error = (0.25 / count) ** 0.5
     return Report(
         title="Half the heads",

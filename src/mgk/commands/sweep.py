@@ -119,10 +119,8 @@ def _finished(folder: Path, config: RunConfig, device: str) -> dict[str, Any] | 
     found = result.read(path)
     changed = {key for key in differences(found["config"], to_mapping(config)) if key not in FREE_TO_CHANGE}
     here = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
-    if (
-        found["precision"]
-        != Share(device=here, precision=choose_precision(config.training.precision, here)).precision_name
-    ):
+    precision = choose_precision(config.training.precision, here)
+    if found["precision"] != Share(device=here, precision=precision).precision_name:
         changed.add("precision")
     if changed:
         raise ValueError(
