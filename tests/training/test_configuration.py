@@ -405,3 +405,12 @@ def test_a_recipe_needs_no_lightning():
     code = "import sys, mgk.training.configuration, mgk.recipes; print('lightning' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("multiple", [1, 8, 64])
+def test_evaluation_has_room_for_the_longest_sentence_rounded_up(corpora, tmp_path, multiple):
+    """As on a GPU, where widths are rounded: no sentence is refused because it does not fit any more."""
+    config = make_config("translation", data={"multiple_of": multiple}, training={"max_tokens": 64})
+    trainer = make_trainer(config, tmp_path, corpora("translation"))
+    trainer.task.config = make_config("translation", data={"multiple_of": multiple}, training={"max_tokens": 2})
+    assert trainer.evaluate("test")["count"] > 0

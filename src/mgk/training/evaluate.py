@@ -107,9 +107,10 @@ def open_run(folder: Path, *, source: Path | None = None, progress: Progress = n
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} must be the folder of a run, got no {CONFIG} there")
     config = from_mapping(RunConfig, read_yaml(folder / CONFIG))
-    # A limit is for validation during training; here everything counts.
-    config = dataclasses.replace(config, validation=dataclasses.replace(config.validation, limit=None))
-    return config, build_task(config, open_or_prepare(config.data, source=source, progress=progress))
+    # A limit is for validation during training: here everything counts. And BLEU is measured here, with other settings.
+    changes: dict[str, Any] = {"metric": "loss"} if config.task == "translation" else {}
+    whole = dataclasses.replace(config, validation=dataclasses.replace(config.validation, limit=None, **changes))
+    return config, build_task(whole, open_or_prepare(config.data, source=source, progress=progress))
 
 
 def newest_best(folder: Path) -> checkpoint.Checkpoint:

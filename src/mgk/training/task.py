@@ -296,8 +296,8 @@ class Translation:
         assert isinstance(model, MGKForSeq2SeqLM)
         source, target = self._sides(split)
         batches = Translations(
-            source=source, target=target, max_tokens=self._largest(split), multiple_of=share.multiple_of(self.config),
-            shuffle=False,
+            source=source, target=target, max_tokens=self._largest(split, share), shuffle=False,
+            multiple_of=share.multiple_of(self.config),
         )  # fmt: skip
         metrics = perplexity.of_batches(
             model, _limited(batches, self.config, split), device=share.device, precision=share.precision,
@@ -313,8 +313,8 @@ class Translation:
             with uncompiled(model):
                 said = bleu.translate(
                     model, self.corpus, split, max_length_ratio=1.2, max_length_offset=10,
-                    max_tokens=self._largest(split), device=share.device, precision=share.precision, rank=share.rank,
-                    ranks=share.ranks, progress=progress,
+                    max_tokens=self._largest(split, share), device=share.device, precision=share.precision,
+                    rank=share.rank, ranks=share.ranks, progress=progress,
                 )  # fmt: skip
             wanted = bleu.references(self.corpus, split)
             found["bleu"] = bleu.score(said, wanted, tokenised=bleu.is_tokenised(self.corpus)).bleu
@@ -327,11 +327,11 @@ class Translation:
         sequences = self.corpus.splits[split].sequences
         return sequences["source"], sequences["target"]
 
-    def _largest(self, split: str) -> int:
-        """Tokens of a batch in evaluation: as in training, but room for the longest sentence."""
+    def _largest(self, split: str, share: Share) -> int:
+        """Tokens of a batch in evaluation: as in training, but room for the longest sentence once it is rounded up."""
         longest = max(int(side.lengths.max(initial=0)) for side in self._sides(split))
         assert self.config.training.max_tokens is not None
-        return max(longest, self.config.training.max_tokens)
+        return max(longest + share.multiple_of(self.config) - 1, self.config.training.max_tokens)
 
 
 @contextlib.contextmanager
