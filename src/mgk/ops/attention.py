@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +17,15 @@ from mgk.ops.autograd import first_order_only, with_value, with_zero_gradients
 from mgk.ops.problem import MixtureProblem
 from mgk.ops.validation import check_choice, make_problem, may_inspect_values
 
+# Triton comes with torch where torch was built for a GPU; without one its kernels run in its interpreter alone.
+_HAS_TRITON = find_spec("triton") is not None and (
+    torch.version.cuda is not None or os.environ.get("TRITON_INTERPRET") == "1"
+)
+if _HAS_TRITON:
+    from mgk.ops import triton as fused
+
 BACKENDS = ("auto", "reference", "chunked", "sdpa", "triton")
-STATISTICS_BACKENDS = ("auto", "reference", "chunked")
+STATISTICS_BACKENDS = ("auto", "reference", "chunked", "triton")
 
 # Elements of an attention mask, written out for every component, up to which `auto` gives it to the stock kernels.
 LARGEST_MASK = 2**24
@@ -67,7 +77,8 @@ def mixture_attention(
         attn_mask: bool, broadcastable to ``[B, H, Nq, Nk]``, True = attend.
         dropout_p: probability of dropping the normalised weight of a pair (i, j).
         backend: ``"auto"`` picks the fastest that serves the call. ``"reference"`` materialises and reads like the
-            equations, ``"chunked"`` does everything in linear memory, ``"sdpa"`` runs on the stock fused kernels.
+            equations, ``"chunked"`` does everything in linear memory, ``"sdpa"`` runs on the stock fused kernels,
+            ``"triton"`` on our own, for GPUs.
 
     Returns:
         ``[B, H, Nq, Dv]`` in the dtype of ``query``. A row that sees no key is 0, and so is its gradient.
@@ -178,8 +189,8 @@ def mixture_log_density(
         else:
             prior = prior - half_dim * math.log(2 * math.pi * problem.variance)
     problem = problem._replace(log_prior=prior)
-    implementation = reference if backend == "reference" else chunked
-    if implementation is chunked:
+    implementation = _choose_statistics(problem, backend)
+    if implementation is not reference:
         problem = _first_order_only(problem)
     with _without_autocast(problem):
         density = implementation.log_normaliser(problem)
@@ -223,7 +234,7 @@ def mixture_responsibilities(
         return torch.zeros(
             problem.key.shape[1], problem.num_components, dtype=problem.compute_dtype, device=problem.query.device
         )
-    implementation = reference if backend == "reference" else chunked
+    implementation = _choose_statistics(problem, backend)
     with torch.no_grad(), _without_autocast(problem):
         sums = implementation.responsibility_sums(problem)
         if reduction == "sum":
@@ -299,11 +310,42 @@ def _first_order_only(problem: MixtureProblem) -> MixtureProblem:
 
 
 _ATTENTION = {"reference": reference.attention, "chunked": chunked.attention, "sdpa": sdpa.attention}
+if _HAS_TRITON:
+    _ATTENTION["triton"] = fused.attention
+
+
+def _fused_unsupported(problem: MixtureProblem) -> str | None:
+    """Why the fused kernels cannot serve the call, or ``None``."""
+    if not _HAS_TRITON:
+        return (
+            "tensors without a GPU build of torch and Triton"
+            if find_spec("triton") is not None and problem.query.device.type != "cpu"
+            else "tensors on cpu, only on a GPU or with TRITON_INTERPRET=1 set before Python starts"
+        )
+    return fused.unsupported(problem)
+
+
+def _choose_statistics(problem: MixtureProblem, backend: str) -> Any:
+    """The module that computes densities and responsibilities."""
+    if backend == "reference":
+        return reference
+    reason = _fused_unsupported(problem)
+    if backend == "triton":
+        if reason is not None:
+            raise ValueError(f"backend='triton' cannot do {reason}: use 'auto', 'chunked' or 'reference'")
+        return fused
+    is_fast = backend == "auto" and problem.query.device.type == "cuda" and problem.query.dtype != torch.float32
+    return fused if is_fast and reason is None else chunked
 
 
 def _choose_backend(problem: MixtureProblem, backend: str) -> str:
     if backend == "triton":
-        raise ValueError("backend='triton' is not part of this version: use 'auto', 'sdpa', 'chunked' or 'reference'")
+        reason = _fused_unsupported(problem)
+        if reason is not None:
+            raise ValueError(f"backend='triton' cannot do {reason}: use 'auto', 'chunked' or 'reference'")
+        return backend
+    if backend == "auto" and _fused_is_fastest(problem):
+        return "triton"
     reason = sdpa.unsupported(problem)
     if backend == "sdpa" and reason is not None:
         raise ValueError(f"backend='sdpa' cannot do {reason}: use 'auto', 'chunked' or 'reference'")
@@ -314,6 +356,16 @@ def _choose_backend(problem: MixtureProblem, backend: str) -> str:
     # Blocks of causal queries unroll: compiled, each number of blocks would need a graph of its own.
     unrolls = problem.is_causal and problem.num_components > 1 and torch.compiler.is_compiling()
     return "chunked" if unrolls and problem.query.device.type == "cpu" else "sdpa"
+
+
+def _fused_is_fastest(problem: MixtureProblem) -> bool:
+    """On a GPU in half precision, for all but plain softmax attention, which the stock kernels do better.
+
+    In fp32 the products are exact and take no tensor cores, in our kernels as in the stock ones.
+    """
+    if problem.query.device.type != "cuda" or problem.query.dtype == torch.float32:
+        return False
+    return not sdpa.is_plain_softmax(problem) and _fused_unsupported(problem) is None
 
 
 def _stock_kernels_would_materialise(problem: MixtureProblem) -> bool:

@@ -64,7 +64,7 @@ def unsupported(problem: MixtureProblem) -> str | None:
     """Why this backend cannot serve the call, or ``None``."""
     if problem.num_components > 1 and problem.assignment == "hard":
         return "assignment='hard' with several components"
-    if problem.num_components > 1 and problem.dropout_p > 0 and not _is_plain_softmax(problem):
+    if problem.num_components > 1 and problem.dropout_p > 0 and not is_plain_softmax(problem):
         return "dropout_p > 0 with several components"
     return None
 
@@ -75,7 +75,7 @@ def attention(problem: MixtureProblem) -> Tensor:
     if problem.log_prior is not None and problem.log_prior.shape[-1] == 1:
         # Exact, since only ratios of priors count; it keeps rounding errors out of the gradient's irrelevant direction.
         problem = problem._replace(log_prior=problem.log_prior.log_softmax(dim=1))
-    if _is_plain_softmax(problem):
+    if is_plain_softmax(problem):
         # u_ir does not depend on j: shifts and priors change no weight (softmax-smgk IS softmax).
         problem = problem._replace(shift=None, log_prior=None)
     elif problem.assignment == "hard":
@@ -93,7 +93,7 @@ def attention(problem: MixtureProblem) -> Tensor:
     return _zero_empty_rows(problem, out).to(dtype)
 
 
-def _is_plain_softmax(problem: MixtureProblem) -> bool:
+def is_plain_softmax(problem: MixtureProblem) -> bool:
     """Dot similarity where neither shift nor prior distinguishes one key position from another."""
     per_position_prior = problem.log_prior is not None and problem.log_prior.shape[-1] > 1
     one_key = problem.key.shape[2] == 1
@@ -108,7 +108,7 @@ def _needs_float32(problem: MixtureProblem) -> bool:
     """
     if isinstance(problem.variance, Tensor):
         return True
-    stock_alone = _is_plain_softmax(problem) and problem.key_mask is None and problem.query.dtype != torch.float16
+    stock_alone = is_plain_softmax(problem) and problem.key_mask is None and problem.query.dtype != torch.float16
     return problem.query.device.type in FLOAT32_DEVICES and not stock_alone
 
 

@@ -1,0 +1,118 @@
+"""Mixture attention in fused Triton kernels: one pass over the pairs, linear memory, deterministic gradients.
+
+On NVIDIA GPUs from Ampere on, and on the CPU in Triton's interpreter (``TRITON_INTERPRET=1``), for tests.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+from torch import Tensor
+
+from mgk.ops.problem import MixtureProblem
+from mgk.ops.triton.operator import fused_attention, fused_responsibilities
+from mgk.ops.triton.terms import LogitTerms, logit_terms
+from mgk.ops.triton.tuning import is_interpreted
+
+LARGEST_WIDTH = 256
+MOST_COMPONENTS = 8
+OLDEST_CAPABILITY = (8, 0)
+OLDEST_TRITON = (3, 4)
+
+
+def unsupported(problem: MixtureProblem) -> str | None:
+    """Why this backend cannot serve the call, or ``None``."""
+    query = problem.query
+    if query.dtype == torch.float64:
+        return "float64"
+    for name, width in (("head dimension", query.shape[-1]), ("value dimension", problem.value.shape[-1])):
+        if width > LARGEST_WIDTH:
+            return f"a {name} above {LARGEST_WIDTH}, got {width}"
+    if problem.num_components > MOST_COMPONENTS:
+        return f"more than {MOST_COMPONENTS} components, got {problem.num_components}"
+    if query.device.type == "meta":
+        return None
+    if is_interpreted():
+        if query.device.type != "cpu":
+            return f"tensors on {query.device} in Triton's interpreter (TRITON_INTERPRET=1), which runs on the CPU"
+        return "bfloat16 in Triton's interpreter" if query.dtype == torch.bfloat16 else None
+    if query.device.type != "cuda":
+        return f"tensors on {query.device}, only on a GPU or with TRITON_INTERPRET=1 set before Python starts"
+    return _unsupported_device(query.device.index or 0)
+
+
+@functools.cache
+def _unsupported_device(index: int) -> str | None:
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < OLDEST_TRITON:
+        return f"Triton below {'.'.join(map(str, OLDEST_TRITON))}, got {triton.__version__}"
+    if torch.version.cuda is None:
+        return "GPUs other than NVIDIA's"
+    capability = torch.cuda.get_device_capability(index)
+    if capability < OLDEST_CAPABILITY:
+        return f"GPUs of compute capability below 8.0, got {capability[0]}.{capability[1]}"
+    return None
+
+
+def attention(problem: MixtureProblem) -> Tensor:
+    """``[B, H, Nq, Dv]``"""
+    if problem.log_prior is not None and problem.log_prior.shape[-1] == 1:
+        # Exact, since only ratios of priors count; it keeps rounding errors out of the gradient's irrelevant direction.
+        one = problem.num_components == 1
+        problem = problem._replace(log_prior=None if one else problem.log_prior.log_softmax(dim=1))
+    per_position = problem.log_prior is not None and problem.log_prior.shape[-1] > 1
+    if problem.assignment == "hard":
+        problem = problem._replace(log_prior=None)
+    elif problem.similarity == "dot" and problem.shares_variance and problem.key.shape[2] == 1 and not per_position:
+        # u_ir does not depend on j: shifts and priors change no weight (softmax-smgk IS softmax).
+        problem = problem._replace(shift=None, log_prior=None)
+    # Drawn on the device: nothing waits for it, and a captured graph draws anew at each replay.
+    seed = None
+    if problem.dropout_p > 0:
+        seed = torch.randint(2**62, (1,), dtype=torch.int64, device=problem.query.device)
+    out, _ = _attend(problem, logit_terms(problem), problem.value, seed)
+    return out
+
+
+def log_normaliser(problem: MixtureProblem) -> Tensor:
+    """``log sum_j sum_r prior[r] exp(similarity)``, fp32 ``[B, H, Nq]``, -inf for a row without a visible key."""
+    terms = logit_terms(problem)
+    # The kernel wants values; the narrowest it takes, and they come to nothing.
+    value = terms.query.new_zeros(1, 1, 1, 1).expand(*problem.key.shape[:2], problem.key.shape[3], 16)
+    _, normaliser = _attend(problem, terms, value, None)
+    if problem.similarity == "gaussian" and problem.shares_variance:
+        # With one variance the kernels leave out the term in |q|^2, which no softmax can see.
+        scale = terms.scale
+        if isinstance(scale, Tensor):
+            scale = scale[:, 0].repeat_interleave(problem.group_size)[:, None]
+        square = 0.5 * terms.query.float().square().sum(-1) * scale
+        normaliser = normaliser - square.masked_fill(normaliser == -torch.inf, 0.0)
+    return normaliser
+
+
+def responsibility_sums(problem: MixtureProblem) -> Tensor:
+    """``sum over visible (i, j) of p(r | i, j)``, ``[Hkv, M]``: the E-step. Not differentiable."""
+    with torch.no_grad():
+        terms = logit_terms(problem)
+        scale, scales = _split_scale(terms)
+        return fused_responsibilities(
+            terms.query, terms.key, terms.row, terms.column, scales, problem.attn_mask, problem.query_mask, scale,
+            terms.num_components, problem.is_causal,
+        )  # fmt: skip
+
+
+def _attend(
+    problem: MixtureProblem, terms: LogitTerms, value: Tensor, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    scale, scales = _split_scale(terms)
+    return fused_attention(
+        terms.query, terms.key, value, terms.row, terms.column, scales, problem.attn_mask, problem.key_mask,
+        problem.query_mask, seed, scale, terms.num_components, problem.is_causal, problem.assignment == "hard",
+        problem.dropout_p,
+    )  # fmt: skip
+
+
+def _split_scale(terms: LogitTerms) -> tuple[float, Tensor | None]:
+    return (terms.scale, None) if isinstance(terms.scale, float) else (1.0, terms.scale)

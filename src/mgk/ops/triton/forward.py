@@ -1,0 +1,283 @@
+"""The forward kernel: one program for one block of queries of one head.
+
+Every row is weighed against a reference that stays fixed: its largest logit in the first block of keys. That saves the
+running maximum (one comparison and one rescaling a pair). Two shifted keys of one variance need a single exponential,
+``exp(s_ij + w_j0) (1 + alpha_i rho_j)``. Both are exact as long as a row's sum stays within what the number format
+holds. Rows that leave it (their sum is checked at the end, and ``alpha`` or ``rho`` out of range are NaN to begin with)
+are attended again with a running maximum and one exponential for each component. The choice is made row by row from
+what the row sees, so that later tokens never change the bits of earlier rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mgk.ops.triton.tiles import component_bias, is_kept, is_visible, load_tile
+
+
+@triton.jit
+def attention_forward(
+    d_query, d_key, d_value, d_out, p_row, p_column, p_alpha, p_rho, p_scale, p_normaliser, p_mask, p_key_range,
+    p_query_range, p_row_key, p_column_key, stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column,
+    scale, threshold, keep_scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys,
+    num_blocks, lowest_sum, highest_sum, margin,
+    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, HARD: tl.constexpr, HAS_ROW: tl.constexpr,
+    HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_RANGE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """Write ``out [B, H, Nq, Dv]`` and ``normaliser [B, H, Nq]`` (natural logarithm, -inf for empty rows)."""
+    i_block = tl.program_id(0) % num_blocks
+    i_head = tl.program_id(0) // num_blocks
+    if CAUSAL:
+        # The longest rows first: short ones fill the gaps at the end.
+        i_block = num_blocks - 1 - i_block
+    i_batch = i_head // num_heads
+    i_query_head = i_head % num_heads
+    i_kv_head = i_query_head // group_size
+    num_kv_heads = num_heads // group_size
+    i_kv = i_batch * num_kv_heads + i_kv_head
+    o_first = i_block * BLOCK_I
+    o_i = o_first + tl.arange(0, BLOCK_I)
+    causal_offset = num_keys - num_queries
+
+    p_normaliser += i_head.to(tl.int64) * num_queries
+    if HAS_ROW:
+        p_row += i_head.to(tl.int64) * M * padded_queries
+    if HAS_COLUMN:
+        p_column += i_kv.to(tl.int64) * M * padded_keys
+    if FACTORED:
+        p_rho += i_kv.to(tl.int64) * padded_keys
+    if HAS_MASK:
+        p_mask += i_batch.to(tl.int64) * stride_mask_batch + i_query_head.to(tl.int64) * stride_mask_head
+    if not EQUAL:
+        p_scale += i_kv_head * M
+
+    first_key = 0
+    end_key = num_keys
+    if HAS_RANGE:
+        first_key = tl.load(p_key_range + 2 * i_batch) // BLOCK_J * BLOCK_J
+        end_key = tl.load(p_key_range + 2 * i_batch + 1)
+        first_query = tl.load(p_query_range + 2 * i_batch)
+        end_query = tl.load(p_query_range + 2 * i_batch + 1)
+        if (o_first >= end_query) | (o_first + BLOCK_I <= first_query):
+            end_key = 0
+    # Keys up to here are seen by every row of the block, from here on the mask decides.
+    end_full = end_key
+    if CAUSAL:
+        end_key = tl.maximum(tl.minimum(end_key, o_first + BLOCK_I + causal_offset), 0)
+        end_full = tl.maximum(o_first + causal_offset + 1, 0) // BLOCK_J * BLOCK_J
+        end_full = tl.maximum(tl.minimum(end_full, end_key // BLOCK_J * BLOCK_J), first_key)
+
+    b_query = load_tile(d_query, i_batch, i_query_head, o_first, BLOCK_I, D)
+    b_alpha = tl.zeros([BLOCK_I], tl.float32)
+    if FACTORED:
+        b_alpha = tl.load(p_alpha + i_head.to(tl.int64) * padded_queries + o_i)
+    b_row_key = tl.zeros([BLOCK_I], tl.int32)
+    if DROPOUT:
+        b_row_key = tl.load(p_row_key + i_head.to(tl.int64) * padded_queries + o_i)
+
+    b_out = tl.zeros([BLOCK_I, DV], tl.float32)
+    b_sum = tl.zeros([BLOCK_I], tl.float32)
+    b_reference = tl.zeros([BLOCK_I], tl.float32)
+    if end_key > first_key:
+        b_reference = _largest_logit(
+            b_query, d_key, p_row, p_column, p_scale, p_mask, i_batch, i_kv_head, first_key, o_i, scale,
+            stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
+            M, SHARED, FACTORED, HAS_ROW, HAS_COLUMN, EQUAL, CAUSAL, HAS_MASK, PRECISION, BLOCK_J, D,
+        ) + margin  # fmt: skip
+    for o_j in tl.range(first_key, end_full, BLOCK_J):
+        b_out, b_sum = _attend(
+            b_out, b_sum, b_reference, b_query, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho, p_scale,
+            p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row, stride_mask_column,
+            causal_offset, num_queries, num_keys, padded_queries, padded_keys,
+            M, SHARED, FACTORED, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, DROPOUT, PRECISION, BLOCK_J, D, DV,
+        )  # fmt: skip
+    if CAUSAL:
+        for o_j in tl.range(end_full, end_key, BLOCK_J):
+            b_out, b_sum = _attend(
+                b_out, b_sum, b_reference, b_query, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho, p_scale,
+                p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row,
+                stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
+                M, SHARED, FACTORED, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, DROPOUT, PRECISION, BLOCK_J, D,
+                DV,
+            )  # fmt: skip
+
+    b_unsafe = ((b_sum >= lowest_sum) & (b_sum <= highest_sum)) == 0
+    if tl.max(b_unsafe.to(tl.int32), 0) > 0:
+        b_exact = tl.zeros([BLOCK_I, DV], tl.float32)
+        b_exact_sum = tl.zeros([BLOCK_I], tl.float32)
+        b_maximum = tl.full([BLOCK_I], float("-inf"), tl.float32)
+        for o_j in tl.range(first_key, end_key, BLOCK_J):
+            b_exact, b_exact_sum, b_maximum = _attend_exactly(
+                b_exact, b_exact_sum, b_maximum, b_query, b_row_key, d_key, d_value, p_row, p_column, p_scale, p_mask,
+                p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row, stride_mask_column,
+                causal_offset, num_queries, num_keys, padded_queries, padded_keys,
+                M, SHARED, HARD, HAS_ROW, HAS_COLUMN, EQUAL, CAUSAL, HAS_MASK, DROPOUT, PRECISION, BLOCK_J, D, DV,
+            )  # fmt: skip
+        if FACTORED:
+            # The factored form leaves out what all components of a row share.
+            b_maximum -= tl.load(p_row + o_i)
+        b_out = tl.where(b_unsafe[:, None], b_exact, b_out)
+        b_sum = tl.where(b_unsafe, b_exact_sum, b_sum)
+        b_reference = tl.where(b_unsafe, b_maximum, b_reference)
+
+    b_normaliser = b_reference + tl.math.log2(b_sum)
+    if FACTORED:
+        b_normaliser += tl.load(p_row + o_i)
+    b_normaliser = tl.where(b_sum == 0.0, float("-inf"), b_normaliser * 0.6931471805599453)
+    tl.store(p_normaliser + o_i, b_normaliser, mask=o_i < num_queries)
+    b_out = b_out * (keep_scale / tl.where(b_sum == 0.0, 1.0, b_sum))[:, None]
+    d_out.store([i_batch, i_query_head, o_first, 0], b_out.to(b_query.dtype).reshape(1, 1, BLOCK_I, DV))
+
+
+@triton.jit
+def _largest_logit(
+    b_query, d_key, p_row, p_column, p_scale, p_mask, i_batch, i_kv_head, o_j, o_i, scale, stride_mask_row,
+    stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
+    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr,
+    EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_J: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Of every row within one block of keys, ``[BLOCK_I]``; 0 where it sees none."""
+    o_columns = o_j + tl.arange(0, BLOCK_J)
+    b_zero = tl.zeros([b_query.shape[0]], tl.float32)
+    b_largest = tl.full([b_query.shape[0], BLOCK_J], float("-inf"), tl.float32)
+    b_product = b_largest
+    for r in tl.static_range(M):
+        if r == 0 or not SHARED:
+            i_key_head = i_kv_head if SHARED else i_kv_head * M + r
+            b_key = load_tile(d_key, i_batch, i_key_head, o_j, BLOCK_J, D)
+            b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
+        b_scale = scale if EQUAL else tl.load(p_scale + r)
+        b_logit = b_product * b_scale + component_bias(
+            p_row, p_column + r * padded_keys if HAS_COLUMN else p_column, r, o_i, o_columns, b_zero, padded_queries,
+            HAS_ROW, HAS_COLUMN, True,
+        )  # fmt: skip
+        b_largest = tl.maximum(b_largest, b_logit)
+    b_seen = is_visible(
+        o_i[:, None], o_columns[None, :], p_mask, stride_mask_row, stride_mask_column, causal_offset, num_queries,
+        num_keys, CAUSAL, HAS_MASK,
+    )  # fmt: skip
+    b_largest = tl.max(tl.where(b_seen, b_largest, float("-inf")), 1)
+    b_largest = tl.where(b_largest == float("-inf"), 0.0, b_largest)
+    if FACTORED:
+        b_largest -= tl.load(p_row + o_i)
+    return b_largest
+
+
+@triton.jit
+def _attend(
+    b_out, b_sum, b_reference, b_query, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho, p_scale, p_mask,
+    p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row, stride_mask_column, causal_offset,
+    num_queries, num_keys, padded_queries, padded_keys,
+    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, HARD: tl.constexpr, HAS_ROW: tl.constexpr,
+    HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """Add one block of keys, weighed against the fixed reference."""
+    o_columns = o_j + tl.arange(0, BLOCK_J)
+    if FACTORED:
+        b_key = load_tile(d_key, i_batch, i_kv_head, o_j, BLOCK_J, D)
+        b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
+        b_bias = tl.load(p_column + o_columns)[None, :] - b_reference[:, None]
+        b_weight = tl.math.exp2(b_product * scale + b_bias)
+        b_weight = b_weight + b_weight * (b_alpha[:, None] * tl.load(p_rho + o_columns)[None, :])
+    elif HARD and SHARED and EQUAL:
+        # Only the biases compete: one product, one exponential.
+        b_key = load_tile(d_key, i_batch, i_kv_head, o_j, BLOCK_J, D)
+        b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
+        b_bias = component_bias(
+            p_row, p_column, 0, o_i, o_columns, b_reference, padded_queries, HAS_ROW, HAS_COLUMN, True
+        )
+        for r in tl.static_range(1, M):
+            b_bias = tl.maximum(b_bias, component_bias(
+                p_row, p_column + r * padded_keys if HAS_COLUMN else p_column, r, o_i, o_columns, b_reference,
+                padded_queries, HAS_ROW, HAS_COLUMN, True,
+            ))  # fmt: skip
+        b_weight = tl.math.exp2(b_product * scale + b_bias)
+    else:
+        b_weight = tl.zeros([b_query.shape[0], BLOCK_J], tl.float32)
+        b_product = b_weight
+        for r in tl.static_range(M):
+            if r == 0 or not SHARED:
+                i_key_head = i_kv_head if SHARED else i_kv_head * M + r
+                b_key = load_tile(d_key, i_batch, i_key_head, o_j, BLOCK_J, D)
+                b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
+            b_scale = scale if EQUAL else tl.load(p_scale + r)
+            b_logit = b_product * b_scale + component_bias(
+                p_row, p_column + r * padded_keys if HAS_COLUMN else p_column, r, o_i, o_columns, b_reference,
+                padded_queries, HAS_ROW, HAS_COLUMN, True,
+            )  # fmt: skip
+            if r == 0:
+                b_weight = b_logit if HARD else tl.math.exp2(b_logit)
+            elif HARD:
+                b_weight = tl.maximum(b_weight, b_logit)
+            else:
+                b_weight += tl.math.exp2(b_logit)
+        if HARD:
+            b_weight = tl.math.exp2(b_weight)
+    if CAUSAL or HAS_MASK:
+        b_seen = is_visible(
+            o_i[:, None], o_columns[None, :], p_mask, stride_mask_row, stride_mask_column, causal_offset, num_queries,
+            num_keys, CAUSAL, HAS_MASK,
+        )  # fmt: skip
+        b_weight = tl.where(b_seen, b_weight, 0.0)
+    b_sum += tl.sum(b_weight, 1)
+    if DROPOUT:
+        b_column_key = tl.load(p_column_key + o_columns)
+        b_weight = tl.where(is_kept(b_row_key[:, None], b_column_key[None, :], threshold), b_weight, 0.0)
+    b_value = load_tile(d_value, i_batch, i_kv_head, o_j, BLOCK_J, DV)
+    b_out = tl.dot(b_weight.to(b_value.dtype), b_value, b_out, input_precision=PRECISION)
+    return b_out, b_sum
+
+
+@triton.jit
+def _attend_exactly(
+    b_out, b_sum, b_maximum, b_query, b_row_key, d_key, d_value, p_row, p_column, p_scale, p_mask, p_column_key,
+    i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row, stride_mask_column, causal_offset, num_queries,
+    num_keys, padded_queries, padded_keys,
+    M: tl.constexpr, SHARED: tl.constexpr, HARD: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr,
+    EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """Add one block of keys under a running maximum, one component after the other (hard: the best one alone)."""
+    o_columns = o_j + tl.arange(0, BLOCK_J)
+    b_zero = tl.zeros([b_query.shape[0]], tl.float32)
+    b_value = load_tile(d_value, i_batch, i_kv_head, o_j, BLOCK_J, DV)
+    b_seen = is_visible(
+        o_i[:, None], o_columns[None, :], p_mask, stride_mask_row, stride_mask_column, causal_offset, num_queries,
+        num_keys, CAUSAL, HAS_MASK,
+    )  # fmt: skip
+    b_best = tl.full([b_query.shape[0], BLOCK_J], float("-inf"), tl.float32)
+    b_product = b_best
+    for r in tl.static_range(M):
+        if r == 0 or not SHARED:
+            i_key_head = i_kv_head if SHARED else i_kv_head * M + r
+            b_key = load_tile(d_key, i_batch, i_key_head, o_j, BLOCK_J, D)
+            b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
+        b_scale = scale if EQUAL else tl.load(p_scale + r)
+        b_logit = b_product * b_scale + component_bias(
+            p_row, p_column + r * padded_keys if HAS_COLUMN else p_column, r, o_i, o_columns, b_zero, padded_queries,
+            HAS_ROW, HAS_COLUMN, True,
+        )  # fmt: skip
+        b_logit = tl.where(b_seen, b_logit, float("-inf"))
+        if HARD:
+            b_best = tl.maximum(b_best, b_logit)
+            b_logit = b_best
+        if not HARD or r == M - 1:
+            b_new = tl.maximum(b_maximum, tl.max(b_logit, 1))
+            # Nothing seen so far: any finite stand-in keeps exp(-inf - stand-in) = 0.
+            b_stand_in = tl.where(b_new == float("-inf"), 0.0, b_new)
+            b_weight = tl.math.exp2(b_logit - b_stand_in[:, None])
+            b_decay = tl.math.exp2(b_maximum - b_stand_in)
+            b_sum = b_sum * b_decay + tl.sum(b_weight, 1)
+            if DROPOUT:
+                b_column_key = tl.load(p_column_key + o_columns)
+                b_weight = tl.where(is_kept(b_row_key[:, None], b_column_key[None, :], threshold), b_weight, 0.0)
+            b_out = tl.dot(
+                b_weight.to(b_value.dtype), b_value, b_out * b_decay[:, None], input_precision=PRECISION
+            )
+            b_maximum = b_new
+    return b_out, b_sum, b_maximum

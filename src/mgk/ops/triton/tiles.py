@@ -1,0 +1,62 @@
+"""What the forward and backward kernels share: tiles of keys, logits, masks and dropout.
+
+Names in all kernels: ``i_`` index of a program or head, ``o_`` offsets, ``p_`` pointers, ``d_`` tensor descriptors,
+``b_`` blocks of values. Logits are in units of log 2, since the hardware exponentiates to base two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_tile(d_tensor, i_batch, i_head, o_first, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows ``o_first ...`` of one head, ``[ROWS, WIDTH]``; zeros beyond the end."""
+    return d_tensor.load([i_batch, i_head, o_first, 0]).reshape(ROWS, WIDTH)
+
+
+@triton.jit
+def component_bias(
+    p_row, p_column, i_component, o_rows, o_columns, b_reference, num_rows,
+    HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, ROWS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """``row[i, r] + column[j, r] - reference[i]``, ``[rows, columns]`` or its transpose.
+
+    Args:
+        p_row: this head's ``[M, num_rows]``, padded.
+        p_column: this head's ``[M, num_columns]``, padded with -inf.
+    """
+    b_row = -b_reference
+    if HAS_ROW:
+        b_row += tl.load(p_row + i_component * num_rows + o_rows)
+    b_bias = b_row[:, None] if ROWS_FIRST else b_row[None, :]
+    if HAS_COLUMN:
+        b_column = tl.load(p_column + o_columns)
+        b_bias = b_bias + (b_column[None, :] if ROWS_FIRST else b_column[:, None])
+    return b_bias
+
+
+@triton.jit
+def is_visible(
+    o_rows, o_columns, p_mask, stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys,
+    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """Whether query ``o_rows`` sees key ``o_columns``; the two broadcast against each other."""
+    b_visible = o_columns < num_keys
+    if CAUSAL:
+        b_visible = b_visible & (o_columns <= o_rows + causal_offset)
+    if HAS_MASK:
+        o_mask = o_rows.to(tl.int64) * stride_mask_row + o_columns.to(tl.int64) * stride_mask_column
+        b_visible = b_visible & (tl.load(p_mask + o_mask, mask=(o_rows < num_queries) & b_visible, other=0) != 0)
+    return b_visible
+
+
+@triton.jit
+def is_kept(b_row_key, b_column_key, threshold):
+    """Dropout: whether a pair is kept, from one odd random number per query and one per key.
+
+    Their product modulo 2^32 is uniform along every row and every column, so one multiplication makes the random number
+    of a pair, the same one in forward and in both backward kernels.
+    """
+    return (b_row_key * b_column_key).to(tl.uint32, bitcast=True) >= threshold
