@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mgk.ops.problem import MixtureProblem
 from mgk.ops.triton.operator import fused_attention, fused_responsibilities
-from mgk.ops.triton.terms import LogitTerms, logit_terms
 from mgk.ops.triton.tuning import is_interpreted
 
 LARGEST_WIDTH = 256
@@ -72,22 +71,22 @@ def attention(problem: MixtureProblem) -> Tensor:
     seed = None
     if problem.dropout_p > 0:
         seed = torch.randint(2**62, (1,), dtype=torch.int64, device=problem.query.device)
-    out, _ = _attend(problem, logit_terms(problem), problem.value, seed)
+    out, _ = _attend(problem, problem.value, seed)
     return out
 
 
 def log_normaliser(problem: MixtureProblem) -> Tensor:
     """``log sum_j sum_r prior[r] exp(similarity)``, fp32 ``[B, H, Nq]``, -inf for a row without a visible key."""
-    terms = logit_terms(problem)
     # The kernel wants values; the narrowest it takes, and they come to nothing.
-    value = terms.query.new_zeros(1, 1, 1, 1).expand(*problem.key.shape[:2], problem.key.shape[3], 16)
-    _, normaliser = _attend(problem, terms, value, None)
+    value = problem.query.new_zeros(1, 1, 1, 1).expand(*problem.key.shape[:2], problem.key.shape[3], 16)
+    _, normaliser = _attend(problem, value, None)
     if problem.similarity == "gaussian" and problem.shares_variance:
         # With one variance the kernels leave out the term in |q|^2, which no softmax can see.
-        scale = terms.scale
-        if isinstance(scale, Tensor):
-            scale = scale[:, 0].repeat_interleave(problem.group_size)[:, None]
-        square = 0.5 * terms.query.float().square().sum(-1) * scale
+        inverse_variance = problem.inverse_variance()
+        if isinstance(inverse_variance, Tensor):
+            inverse_variance = inverse_variance[:, 0, 0].repeat_interleave(problem.group_size, dim=0)
+        query, _ = _operands(problem)
+        square = 0.5 * query.float().square().sum(-1) * inverse_variance
         normaliser = normaliser - square.masked_fill(normaliser == -torch.inf, 0.0)
     return normaliser
 
@@ -95,24 +94,31 @@ def log_normaliser(problem: MixtureProblem) -> Tensor:
 def responsibility_sums(problem: MixtureProblem) -> Tensor:
     """``sum over visible (i, j) of p(r | i, j)``, ``[Hkv, M]``: the E-step. Not differentiable."""
     with torch.no_grad():
-        terms = logit_terms(problem)
-        scale, scales = _split_scale(terms)
+        query, key = _operands(problem)
+        scale, scales = _scale(problem)
         return fused_responsibilities(
-            terms.query, terms.key, terms.row, terms.column, scales, problem.attn_mask, problem.query_mask, scale,
-            terms.num_components, problem.is_causal,
+            query, key, problem.shift, problem.log_prior, scales, problem.attn_mask, problem.key_mask,
+            problem.query_mask, scale, problem.similarity == "gaussian", problem.is_causal,
         )  # fmt: skip
 
 
-def _attend(
-    problem: MixtureProblem, terms: LogitTerms, value: Tensor, seed: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    scale, scales = _split_scale(terms)
+def _attend(problem: MixtureProblem, value: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    query, key = _operands(problem)
+    scale, scales = _scale(problem)
     return fused_attention(
-        terms.query, terms.key, value, terms.row, terms.column, scales, problem.attn_mask, problem.key_mask,
-        problem.query_mask, seed, scale, terms.num_components, problem.is_causal, problem.assignment == "hard",
-        problem.dropout_p,
+        query, key, value, problem.shift, problem.log_prior, scales, problem.attn_mask, problem.key_mask,
+        problem.query_mask, seed, scale, problem.similarity == "gaussian", problem.is_causal,
+        problem.assignment == "hard", problem.dropout_p,
     )  # fmt: skip
 
 
-def _split_scale(terms: LogitTerms) -> tuple[float, Tensor | None]:
-    return (terms.scale, None) if isinstance(terms.scale, float) else (1.0, terms.scale)
+def _operands(problem: MixtureProblem) -> tuple[Tensor, Tensor]:
+    """Query and key as the kernels multiply them: products of half-precision numbers are exact in fp32 as they came,
+    those of fp32 numbers lose digits far from zero."""
+    return problem.centred() if problem.query.dtype == torch.float32 else (problem.query, problem.key)
+
+
+def _scale(problem: MixtureProblem) -> tuple[float, Tensor | None]:
+    if isinstance(problem.variance, float):
+        return 1.0 / problem.variance, None
+    return 1.0, problem.variance.float().reciprocal()

@@ -8,7 +8,8 @@ With w_ijr = exp(logit_ijr - normaliser_i), dW_ij = dO_i . v_j and delta_i = dO_
     dv_j  = sum_ir w_ijr dO_i                    dscale_jr  = sum_i dlogit_ijr q_i . k_jr
 
 Every sum is taken by one program in a fixed order, so that gradients are the same bits each time. The price is that
-both kernels compute the logits again.
+both kernels compute the logits again. Heads in which the two components of a factored pair lie too far apart to be
+factored are left to a second launch (``WIDE``), with one exponential for each component.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.tiles import component_bias, is_kept, is_visible, load_tile
+from mgk.ops.triton.tiles import component_bias, is_kept, is_visible, load_tile, visible_keys
 
 
 @triton.jit
@@ -47,12 +48,14 @@ def attention_delta(
 @triton.jit
 def attention_backward_key_value(
     d_query, d_key, d_value, d_grad_out, d_grad_key, d_grad_value, p_row, p_column, p_alpha, p_rho, p_scale,
-    p_reference, p_delta, p_wide, p_grad_column, p_grad_scale, p_mask, p_key_range, p_query_range, p_row_key,
-    p_column_key, stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column, scale, natural_scale,
+    p_shift, p_reference, p_delta, p_wide, p_grad_column, p_grad_scale, p_shift_partial, p_mask, p_key_range,
+    p_query_range, p_row_key, p_column_key, stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column, scale, natural_scale,
     threshold, keep_scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks,
-    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, HARD: tl.constexpr, HAS_ROW: tl.constexpr,
-    HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_RANGE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    num_partials, width,
+    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, WIDE: tl.constexpr, HARD: tl.constexpr,
+    HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_RANGE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, GAUSSIAN: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """One program for one block of keys of one key/value head: ``dk``, ``dv``, ``dcolumn``, ``dscale``."""
@@ -63,7 +66,11 @@ def attention_backward_key_value(
     i_kv_head = i_kv % num_kv_heads
     o_first = i_block * BLOCK_J
     o_j = o_first + tl.arange(0, BLOCK_J)
+    o_d = tl.arange(0, D)
     causal_offset = num_keys - num_queries
+    if FACTORED:
+        if (tl.load(p_wide + i_kv) != 0) != WIDE:
+            return
 
     first_query = 0
     end_query = num_queries
@@ -99,9 +106,12 @@ def attention_backward_key_value(
     # The factored pair shares one key gradient; otherwise one component after the other.
     for r in range(1 if FACTORED else M):
         b_key = load_tile(d_key, i_batch, i_kv_head if SHARED else i_kv_head * M + r, o_first, BLOCK_J, D)
+        b_column = tl.zeros([BLOCK_J], tl.float32)
+        if HAS_COLUMN:
+            b_column = tl.load(p_column + r * padded_keys + o_j)
         b_grad_key = tl.zeros([BLOCK_J, D], tl.float32)
         b_sum = tl.zeros([BLOCK_J], tl.float32)
-        b_other_sum = tl.zeros([BLOCK_J], tl.float32)
+        b_both_sum = tl.zeros([BLOCK_J], tl.float32)
         for g in range(group_size):
             i_query_head = i_kv_head * group_size + g
             i_head = (i_batch * num_heads + i_query_head).to(tl.int64)
@@ -112,63 +122,62 @@ def attention_backward_key_value(
             if HAS_MASK:
                 p_head_mask = p_mask + i_batch.to(tl.int64) * stride_mask_batch + i_query_head * stride_mask_head
             p_head_alpha = p_alpha
-            is_wide = False
             if FACTORED:
                 p_head_alpha = p_alpha + i_head * padded_queries
-                is_wide = tl.load(p_wide + i_head) != 0
             p_head_key = p_row_key
             if DROPOUT:
                 p_head_key = p_row_key + i_head * padded_queries
-            if FACTORED and is_wide:
-                for o_i in tl.range(first_query, end_query, BLOCK_I):
-                    b_grad_key, b_grad_value, b_sum, b_other_sum = _gather_key_value(
-                        b_grad_key, b_grad_value, b_sum, b_other_sum, b_key, b_value, b_rho, b_column_key, d_query,
+            if CAUSAL:
+                for o_i in tl.range(first_query, first_full, BLOCK_I):
+                    b_grad_key, b_grad_value, b_sum, b_both_sum = _gather_key_value(
+                        b_grad_key, b_grad_value, b_sum, b_both_sum, b_key, b_value, b_column, b_rho, b_column_key, d_query,
                         d_key, d_grad_out, p_head_row, p_column, p_head_alpha, p_scale, p_reference + i_head *
                         padded_queries, p_delta + i_head * padded_queries, p_head_mask, p_head_key, i_batch,
-                        i_query_head, i_kv_head, r, o_i, o_first, o_j, scale, threshold, keep_scale, stride_mask_row,
-                        stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
-                        M, SHARED, FACTORED, True, HARD, HAS_ROW, HAS_COLUMN, EQUAL, CAUSAL, HAS_MASK, DROPOUT,
+                        i_query_head, i_kv_head, r, o_i, o_first, o_j, scale, threshold, keep_scale,
+                        stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys, padded_queries,
+                        padded_keys,
+                        M, SHARED, FACTORED, WIDE, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, DROPOUT,
                         PRECISION, BLOCK_I, BLOCK_J, D, DV,
                     )  # fmt: skip
-            else:
-                if CAUSAL:
-                    for o_i in tl.range(first_query, first_full, BLOCK_I):
-                        b_grad_key, b_grad_value, b_sum, b_other_sum = _gather_key_value(
-                            b_grad_key, b_grad_value, b_sum, b_other_sum, b_key, b_value, b_rho, b_column_key, d_query,
-                            d_key, d_grad_out, p_head_row, p_column, p_head_alpha, p_scale, p_reference + i_head *
-                            padded_queries, p_delta + i_head * padded_queries, p_head_mask, p_head_key, i_batch,
-                            i_query_head, i_kv_head, r, o_i, o_first, o_j, scale, threshold, keep_scale,
-                            stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys, padded_queries,
-                            padded_keys,
-                            M, SHARED, FACTORED, False, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, DROPOUT,
-                            PRECISION, BLOCK_I, BLOCK_J, D, DV,
-                        )  # fmt: skip
-                for o_i in tl.range(first_full, end_query, BLOCK_I):
-                    b_grad_key, b_grad_value, b_sum, b_other_sum = _gather_key_value(
-                        b_grad_key, b_grad_value, b_sum, b_other_sum, b_key, b_value, b_rho, b_column_key, d_query,
-                        d_key, d_grad_out, p_head_row, p_column, p_head_alpha, p_scale, p_reference + i_head *
-                        padded_queries, p_delta + i_head * padded_queries, p_head_mask, p_head_key, i_batch,
-                        i_query_head, i_kv_head, r, o_i, o_first, o_j, scale, threshold, keep_scale, stride_mask_row,
-                        stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
-                        M, SHARED, FACTORED, False, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, DROPOUT,
-                        PRECISION, BLOCK_I, BLOCK_J, D, DV,
-                    )  # fmt: skip
+            for o_i in tl.range(first_full, end_query, BLOCK_I):
+                b_grad_key, b_grad_value, b_sum, b_both_sum = _gather_key_value(
+                    b_grad_key, b_grad_value, b_sum, b_both_sum, b_key, b_value, b_column, b_rho, b_column_key, d_query,
+                    d_key, d_grad_out, p_head_row, p_column, p_head_alpha, p_scale, p_reference + i_head *
+                    padded_queries, p_delta + i_head * padded_queries, p_head_mask, p_head_key, i_batch,
+                    i_query_head, i_kv_head, r, o_i, o_first, o_j, scale, threshold, keep_scale, stride_mask_row,
+                    stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
+                    M, SHARED, FACTORED, WIDE, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, DROPOUT,
+                    PRECISION, BLOCK_I, BLOCK_J, D, DV,
+                )  # fmt: skip
 
         b_natural = natural_scale if EQUAL else tl.load(p_scale + r) * 0.6931471805599453
+        o_column = (i_kv.to(tl.int64) * M + r) * num_keys + o_j
+        if HAS_COLUMN:
+            tl.store(p_grad_column + o_column, b_sum, mask=o_j < num_keys)
+        if not EQUAL:
+            # sum_i dlogit_ij q_i . k_j is the gradient of the key, before scaling, times the key.
+            b_grad_scale = tl.sum(b_grad_key * b_key.to(tl.float32), 1)
+            tl.store(p_grad_scale + o_column, b_grad_scale, mask=o_j < num_keys)
+        if GAUSSIAN:
+            # The column holds -|k_j + shift_r|^2 / 2, times the scale.
+            b_grad_key -= (b_both_sum if FACTORED else b_sum)[:, None] * b_key.to(tl.float32)
+        if GAUSSIAN and HAS_SHIFT:
+            p_partial = p_shift_partial + ((i_kv.to(tl.int64) * M + r) * num_partials + i_block) * D
+            b_shift = tl.load(p_shift + (i_kv_head * M + r) * width + o_d, mask=o_d < width, other=0.0)
+            b_grad_key -= b_sum[:, None] * b_shift[None, :]
+            tl.store(p_partial + o_d, tl.sum(b_sum[:, None] * b_key.to(tl.float32), 0))
+        if FACTORED:
+            b_second = b_both_sum - b_sum
+            tl.store(p_grad_column + o_column + num_keys, b_second, mask=o_j < num_keys)
+            if GAUSSIAN:
+                b_shift = tl.load(p_shift + (i_kv_head * M + 1) * width + o_d, mask=o_d < width, other=0.0)
+                b_grad_key -= b_second[:, None] * b_shift[None, :]
+                p_partial = p_shift_partial + ((i_kv.to(tl.int64) * M + 1) * num_partials + i_block) * D
+                tl.store(p_partial + o_d, tl.sum(b_second[:, None] * b_key.to(tl.float32), 0))
         i_out_head = i_kv_head if FACTORED else i_kv_head * M + r
         d_grad_key.store(
             [i_batch, i_out_head, o_first, 0], (b_grad_key * b_natural).to(b_key.dtype).reshape(1, 1, BLOCK_J, D)
         )
-        o_column = (i_kv.to(tl.int64) * M + r) * num_keys + o_j
-        if FACTORED:
-            tl.store(p_grad_column + o_column, b_sum, mask=o_j < num_keys)
-            tl.store(p_grad_column + o_column + num_keys, b_other_sum, mask=o_j < num_keys)
-        elif HAS_COLUMN:
-            tl.store(p_grad_column + o_column, b_sum, mask=o_j < num_keys)
-        if not EQUAL:
-            # sum_i dlogit_ij q_i . k_j = (dk_j before scaling) . k_j
-            b_grad_scale = tl.sum(b_grad_key * b_key.to(tl.float32), 1)
-            tl.store(p_grad_scale + o_column, b_grad_scale, mask=o_j < num_keys)
     d_grad_value.store(
         [i_batch, i_kv_head, o_first, 0], b_grad_value.to(b_value.dtype).reshape(1, 1, BLOCK_J, DV)
     )
@@ -176,7 +185,7 @@ def attention_backward_key_value(
 
 @triton.jit
 def _gather_key_value(
-    b_grad_key, b_grad_value, b_sum, b_other_sum, b_key, b_value, b_rho, b_column_key, d_query, d_key, d_grad_out,
+    b_grad_key, b_grad_value, b_sum, b_both_sum, b_key, b_value, b_column, b_rho, b_column_key, d_query, d_key, d_grad_out,
     p_row, p_column, p_alpha, p_scale, p_reference, p_delta, p_mask, p_row_key, i_batch, i_query_head, i_kv_head,
     i_component, o_first_row, o_first_column, o_j, scale, threshold, keep_scale, stride_mask_row, stride_mask_column,
     causal_offset, num_queries, num_keys, padded_queries, padded_keys,
@@ -192,12 +201,12 @@ def _gather_key_value(
     b_reference = tl.load(p_reference + o_i)
     b_delta = tl.load(p_delta + o_i)
     b_product = tl.dot(b_key, b_query.T, input_precision=PRECISION)
+    b_grad_weight = tl.dot(b_value, b_grad_out.T, input_precision=PRECISION)
     b_scale = scale if EQUAL else tl.load(p_scale + i_component)
-    p_own_column = p_column + i_component * padded_keys if HAS_COLUMN else p_column
-    b_logit = b_product * b_scale + component_bias(
-        p_row, p_own_column, i_component, o_i, o_j, b_reference, padded_queries, HAS_ROW and not FACTORED, HAS_COLUMN,
-        False,
-    )  # fmt: skip
+    b_row = -b_reference
+    if HAS_ROW and not FACTORED:
+        b_row += tl.load(p_row + i_component * padded_queries + o_i)
+    b_logit = b_product * b_scale + (b_row[None, :] + b_column[:, None])
     if HARD and M > 1:
         b_best = b_logit
         for r in tl.static_range(M):
@@ -216,42 +225,43 @@ def _gather_key_value(
         b_weight = tl.where(b_logit == b_best, tl.math.exp2(b_logit) / tl.maximum(b_ties, 1.0), 0.0)
     else:
         b_weight = tl.math.exp2(b_logit)
-    b_first_weight = b_weight
-    if FACTORED:
-        if WIDE:
-            b_difference = tl.load(p_row + padded_queries + o_i) - tl.load(p_row + o_i)
-            b_step = tl.load(p_column + padded_keys + o_j)
-            b_other = b_product * b_scale + ((b_difference - b_reference)[None, :] + b_step[:, None])
-            b_weight = b_weight + tl.math.exp2(b_other)
-        else:
-            b_alpha = tl.load(p_alpha + o_i)
-            b_weight = b_weight + b_weight * (b_alpha[None, :] * b_rho[:, None])
     if CAUSAL or HAS_MASK:
         b_seen = is_visible(
             o_i[None, :], o_j[:, None], p_mask, stride_mask_row, stride_mask_column, causal_offset, num_queries,
             num_keys, CAUSAL, HAS_MASK,
         )  # fmt: skip
         b_weight = tl.where(b_seen, b_weight, 0.0)
-        if FACTORED:
-            b_first_weight = tl.where(b_seen, b_first_weight, 0.0)
-    b_grad_weight = tl.dot(b_value, b_grad_out.T, input_precision=PRECISION)
     b_kept_weight = b_weight
+    if FACTORED:
+        if WIDE:
+            b_difference = tl.load(p_row + padded_queries + o_i) - tl.load(p_row + o_i)
+            b_step = tl.load(p_column + padded_keys + o_j)
+            b_other = tl.math.exp2(b_product * scale + ((b_difference - b_reference)[None, :] + b_step[:, None]))
+            if CAUSAL or HAS_MASK:
+                b_other = tl.where(b_seen, b_other, 0.0)
+            b_kept_weight = b_weight + b_other
+        else:
+            b_ratio = tl.load(p_alpha + o_i)[None, :] * b_rho[:, None]
+            b_kept_weight = b_weight + b_weight * b_ratio
     if DROPOUT:
         b_row_key = tl.load(p_row_key + o_i)
         b_kept = is_kept(b_row_key[None, :], b_column_key[:, None], threshold)
-        b_kept_weight = tl.where(b_kept, b_weight * keep_scale, 0.0)
+        b_kept_weight = tl.where(b_kept, b_kept_weight * keep_scale, 0.0)
         b_grad_weight = tl.where(b_kept, b_grad_weight * keep_scale, 0.0)
-    b_grad_value = tl.dot(b_kept_weight.to(b_grad_out.dtype), b_grad_out, b_grad_value, input_precision=PRECISION)
     b_grad_weight -= b_delta[None, :]
     b_grad_logit = b_weight * b_grad_weight
-    b_grad_key = tl.dot(b_grad_logit.to(b_query.dtype), b_query, b_grad_key, input_precision=PRECISION)
-    if FACTORED:
-        b_first = b_first_weight * b_grad_weight
-        b_sum += tl.sum(b_first, 1)
-        b_other_sum += tl.sum(b_grad_logit - b_first, 1)
-    elif HAS_COLUMN:
+    if FACTORED or HAS_COLUMN:
         b_sum += tl.sum(b_grad_logit, 1)
-    return b_grad_key, b_grad_value, b_sum, b_other_sum
+    if FACTORED:
+        if WIDE:
+            b_grad_logit += b_other * b_grad_weight
+        else:
+            b_grad_logit += b_grad_logit * b_ratio
+        b_both_sum += tl.sum(b_grad_logit, 1)
+    # Last of all: while these products run, their operands stay in registers.
+    b_grad_value = tl.dot(b_kept_weight.to(b_grad_out.dtype), b_grad_out, b_grad_value, input_precision=PRECISION)
+    b_grad_key = tl.dot(b_grad_logit.to(b_query.dtype), b_query, b_grad_key, input_precision=PRECISION)
+    return b_grad_key, b_grad_value, b_sum, b_both_sum
 
 
 @triton.jit
@@ -275,12 +285,14 @@ def _other_logit(
 @triton.jit
 def attention_backward_query(
     d_query, d_key, d_value, d_grad_out, d_grad_query, p_row, p_column, p_alpha, p_rho, p_scale, p_reference, p_delta,
-    p_wide, p_grad_row, p_mask, p_key_range, p_query_range, p_row_key, p_column_key, stride_mask_batch,
+    p_grad_normaliser, p_wide, p_shift, p_grad_row, p_shift_partial, p_mask, p_key_range, p_query_range, p_row_key, p_column_key, stride_mask_batch,
     stride_mask_head, stride_mask_row, stride_mask_column, scale, natural_scale, threshold, keep_scale, num_heads,
     group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks,
-    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, HARD: tl.constexpr, HAS_ROW: tl.constexpr,
-    HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_RANGE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    num_partials, width,
+    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, WIDE: tl.constexpr, HARD: tl.constexpr,
+    HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_RANGE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, GAUSSIAN: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """One program for one block of queries of one head: ``dq`` and ``drow``."""
@@ -295,6 +307,9 @@ def attention_backward_query(
     o_first = i_block * BLOCK_I
     o_i = o_first + tl.arange(0, BLOCK_I)
     causal_offset = num_keys - num_queries
+    if FACTORED:
+        if (tl.load(p_wide + i_kv) != 0) != WIDE:
+            return
 
     if HAS_ROW:
         p_row += i_head.to(tl.int64) * M * padded_queries
@@ -305,30 +320,16 @@ def attention_backward_query(
     if not EQUAL:
         p_scale += i_kv_head * M
     b_alpha = tl.zeros([BLOCK_I], tl.float32)
-    is_wide = False
     if FACTORED:
         p_rho += i_kv.to(tl.int64) * padded_keys
         b_alpha = tl.load(p_alpha + i_head.to(tl.int64) * padded_queries + o_i)
-        is_wide = tl.load(p_wide + i_head) != 0
     b_row_key = tl.zeros([BLOCK_I], tl.int32)
     if DROPOUT:
         b_row_key = tl.load(p_row_key + i_head.to(tl.int64) * padded_queries + o_i)
 
-    first_key = 0
-    end_key = num_keys
-    if HAS_RANGE:
-        first_key = tl.load(p_key_range + 2 * i_batch) // BLOCK_J * BLOCK_J
-        end_key = tl.load(p_key_range + 2 * i_batch + 1)
-        first_query = tl.load(p_query_range + 2 * i_batch)
-        end_query = tl.load(p_query_range + 2 * i_batch + 1)
-        if (o_first >= end_query) | (o_first + BLOCK_I <= first_query):
-            end_key = 0
-    end_full = end_key
-    if CAUSAL:
-        end_key = tl.maximum(tl.minimum(end_key, o_first + BLOCK_I + causal_offset), 0)
-        end_full = tl.maximum(o_first + causal_offset + 1, 0) // BLOCK_J * BLOCK_J
-        end_full = tl.maximum(tl.minimum(end_full, end_key // BLOCK_J * BLOCK_J), first_key)
-
+    first_key, end_full, end_key = visible_keys(
+        p_key_range, p_query_range, i_batch, o_first, causal_offset, num_keys, CAUSAL, HAS_RANGE, BLOCK_I, BLOCK_J
+    )
     b_query = load_tile(d_query, i_batch, i_query_head, o_first, BLOCK_I, D)
     b_grad_out = load_tile(d_grad_out, i_batch, i_query_head, o_first, BLOCK_I, DV)
     b_reference = tl.load(p_reference + i_head.to(tl.int64) * padded_queries + o_i)
@@ -336,50 +337,62 @@ def attention_backward_query(
     b_grad_query = tl.zeros([BLOCK_I, D], tl.float32)
     # One column for each component; the factored pair keeps the sum of its first component in a vector.
     b_grad_row = tl.zeros([BLOCK_I], tl.float32) if FACTORED else tl.zeros([BLOCK_I, 8], tl.float32)
-    if FACTORED and is_wide:
-        for o_j in tl.range(first_key, end_key, BLOCK_J):
+    for o_j in tl.range(first_key, end_full, BLOCK_J):
+        b_grad_query, b_grad_row = _gather_query(
+            b_grad_query, b_grad_row, b_query, b_grad_out, b_reference, b_delta, b_alpha, b_row_key, d_key,
+            d_value, p_row, p_column, p_rho, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale,
+            threshold, keep_scale, stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys,
+            padded_queries, padded_keys,
+            M, SHARED, FACTORED, WIDE, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, DROPOUT, PRECISION,
+            BLOCK_J, D, DV,
+        )  # fmt: skip
+    if CAUSAL:
+        for o_j in tl.range(end_full, end_key, BLOCK_J):
             b_grad_query, b_grad_row = _gather_query(
                 b_grad_query, b_grad_row, b_query, b_grad_out, b_reference, b_delta, b_alpha, b_row_key, d_key,
-                d_value, p_row, p_column, p_rho, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale,
-                threshold, keep_scale, stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys,
-                padded_queries, padded_keys,
-                M, SHARED, FACTORED, True, HARD, HAS_ROW, HAS_COLUMN, EQUAL, CAUSAL, HAS_MASK, DROPOUT, PRECISION,
+                d_value, p_row, p_column, p_rho, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i,
+                scale, threshold, keep_scale, stride_mask_row, stride_mask_column, causal_offset, num_queries,
+                num_keys, padded_queries, padded_keys,
+                M, SHARED, FACTORED, WIDE, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, DROPOUT, PRECISION,
                 BLOCK_J, D, DV,
             )  # fmt: skip
-    else:
-        for o_j in tl.range(first_key, end_full, BLOCK_J):
-            b_grad_query, b_grad_row = _gather_query(
-                b_grad_query, b_grad_row, b_query, b_grad_out, b_reference, b_delta, b_alpha, b_row_key, d_key,
-                d_value, p_row, p_column, p_rho, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale,
-                threshold, keep_scale, stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys,
-                padded_queries, padded_keys,
-                M, SHARED, FACTORED, False, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, DROPOUT, PRECISION,
-                BLOCK_J, D, DV,
-            )  # fmt: skip
-        if CAUSAL:
-            for o_j in tl.range(end_full, end_key, BLOCK_J):
-                b_grad_query, b_grad_row = _gather_query(
-                    b_grad_query, b_grad_row, b_query, b_grad_out, b_reference, b_delta, b_alpha, b_row_key, d_key,
-                    d_value, p_row, p_column, p_rho, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i,
-                    scale, threshold, keep_scale, stride_mask_row, stride_mask_column, causal_offset, num_queries,
-                    num_keys, padded_queries, padded_keys,
-                    M, SHARED, FACTORED, False, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, DROPOUT, PRECISION,
-                    BLOCK_J, D, DV,
-                )  # fmt: skip
 
+    m_i = o_i < num_queries
+    o_d = tl.arange(0, D)
+    if FACTORED:
+        # The logits of a row rise and fall together with its normaliser alone: what one component does not get, the
+        # other does.
+        b_empty = b_reference == float("inf")
+        b_total = tl.load(p_grad_normaliser + i_head.to(tl.int64) * num_queries + o_i, mask=m_i, other=0.0)
+        b_second = tl.where(b_empty, 0.0, b_total) - b_grad_row
+        b_shift = tl.load(p_shift + i_kv_head * M * width + o_d, mask=o_d < width, other=0.0)
+        b_grad_query += b_grad_row[:, None] * b_shift[None, :]
+        b_shift = tl.load(p_shift + (i_kv_head * M + 1) * width + o_d, mask=o_d < width, other=0.0)
+        b_grad_query += b_second[:, None] * b_shift[None, :]
+        p_partial = p_shift_partial + (i_head.to(tl.int64) * M * num_partials + i_block) * D + o_d
+        tl.store(p_partial, tl.sum(b_grad_row[:, None] * b_query.to(tl.float32), 0))
+        tl.store(p_partial + num_partials * D, tl.sum(b_second[:, None] * b_query.to(tl.float32), 0))
+        p_grad_row += i_head.to(tl.int64) * M * num_queries + o_i
+        tl.store(p_grad_row, b_grad_row, mask=m_i)
+        tl.store(p_grad_row + num_queries, b_second, mask=m_i)
+    elif HAS_ROW:
+        o_r = tl.arange(0, 8)
+        for r in tl.static_range(M):
+            b_own = tl.sum(tl.where(o_r[None, :] == r, b_grad_row, 0.0), 1)
+            b_scaled = b_own if EQUAL else b_own * tl.load(p_scale + r) * 0.6931471805599453
+            if HAS_SHIFT:
+                b_shift = tl.load(p_shift + (i_kv_head * M + r) * width + o_d, mask=o_d < width, other=0.0)
+                b_grad_query += b_scaled[:, None] * b_shift[None, :]
+                p_partial = p_shift_partial + ((i_head.to(tl.int64) * M + r) * num_partials + i_block) * D + o_d
+                tl.store(p_partial, tl.sum(b_own[:, None] * b_query.to(tl.float32), 0))
+            if GAUSSIAN and not EQUAL:
+                b_grad_query -= b_scaled[:, None] * b_query.to(tl.float32)
+            tl.store(p_grad_row + (i_head.to(tl.int64) * M + r) * num_queries + o_i, b_own, mask=m_i)
     if EQUAL:
         b_grad_query *= natural_scale
     d_grad_query.store(
         [i_batch, i_query_head, o_first, 0], b_grad_query.to(b_query.dtype).reshape(1, 1, BLOCK_I, D)
     )
-    m_i = o_i < num_queries
-    if FACTORED:
-        p_grad_row += i_head.to(tl.int64) * M * num_queries
-        tl.store(p_grad_row + o_i, b_grad_row, mask=m_i)
-    elif HAS_ROW:
-        o_r = tl.arange(0, 8)
-        p_own = p_grad_row + (i_head.to(tl.int64) * M + o_r[None, :]) * num_queries + o_i[:, None]
-        tl.store(p_own, b_grad_row, mask=m_i[:, None] & (o_r[None, :] < M))
 
 
 @triton.jit
@@ -429,39 +442,38 @@ def _gather_query(
             b_grad_logit = b_first + b_first * (b_alpha[:, None] * tl.load(p_rho + o_j)[None, :])
         b_grad_query = tl.dot(b_grad_logit.to(b_key.dtype), b_key, b_grad_query, input_precision=PRECISION)
         b_grad_row += tl.sum(b_first, 1)
-        return b_grad_query, b_grad_row
-
-    o_r = tl.arange(0, 8)
-    b_best = tl.full([b_query.shape[0], BLOCK_J], float("-inf"), tl.float32)
-    b_ties = tl.zeros([b_query.shape[0], BLOCK_J], tl.float32)
-    if HARD and M > 1:
+    else:
+        o_r = tl.arange(0, 8)
+        b_best = tl.full([b_query.shape[0], BLOCK_J], float("-inf"), tl.float32)
+        b_ties = tl.zeros([b_query.shape[0], BLOCK_J], tl.float32)
+        if HARD and M > 1:
+            for r in tl.static_range(M):
+                b_key = load_tile(d_key, i_batch, i_kv_head if SHARED else i_kv_head * M + r, o_first, BLOCK_J, D)
+                b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
+                b_logit = b_product * (scale if EQUAL else tl.load(p_scale + r)) + component_bias(
+                    p_row, p_column + r * padded_keys if HAS_COLUMN else p_column, r, o_i, o_j, b_reference,
+                    padded_queries, HAS_ROW, HAS_COLUMN, True,
+                )  # fmt: skip
+                b_ties = tl.where(b_logit > b_best, 1.0, b_ties + (b_logit == b_best).to(tl.float32))
+                b_best = tl.maximum(b_best, b_logit)
+            b_ties = tl.maximum(b_ties, 1.0)
         for r in tl.static_range(M):
             b_key = load_tile(d_key, i_batch, i_kv_head if SHARED else i_kv_head * M + r, o_first, BLOCK_J, D)
             b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
-            b_logit = b_product * (scale if EQUAL else tl.load(p_scale + r)) + component_bias(
-                p_row, p_column + r * padded_keys if HAS_COLUMN else p_column, r, o_i, o_j, b_reference,
-                padded_queries, HAS_ROW, HAS_COLUMN, True,
+            b_scale = scale if EQUAL else tl.load(p_scale + r)
+            b_logit = b_product * b_scale + component_bias(
+                p_row, p_column + r * padded_keys if HAS_COLUMN else p_column, r, o_i, o_j, b_reference, padded_queries,
+                HAS_ROW, HAS_COLUMN, True,
             )  # fmt: skip
-            b_ties = tl.where(b_logit > b_best, 1.0, b_ties + (b_logit == b_best).to(tl.float32))
-            b_best = tl.maximum(b_best, b_logit)
-        b_ties = tl.maximum(b_ties, 1.0)
-    for r in tl.static_range(M):
-        b_key = load_tile(d_key, i_batch, i_kv_head if SHARED else i_kv_head * M + r, o_first, BLOCK_J, D)
-        b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
-        b_scale = scale if EQUAL else tl.load(p_scale + r)
-        b_logit = b_product * b_scale + component_bias(
-            p_row, p_column + r * padded_keys if HAS_COLUMN else p_column, r, o_i, o_j, b_reference, padded_queries,
-            HAS_ROW, HAS_COLUMN, True,
-        )  # fmt: skip
-        b_weight = tl.math.exp2(b_logit)
-        if HARD and M > 1:
-            b_weight = tl.where(b_logit == b_best, b_weight / b_ties, 0.0)
-        if CAUSAL or HAS_MASK:
-            b_weight = tl.where(b_seen, b_weight, 0.0)
-        b_grad_logit = b_weight * b_grad_weight
-        if HAS_ROW:
-            b_grad_row += tl.where(o_r[None, :] == r, tl.sum(b_grad_logit, 1)[:, None], 0.0)
-        if not EQUAL:
-            b_grad_logit *= b_scale * 0.6931471805599453
-        b_grad_query = tl.dot(b_grad_logit.to(b_key.dtype), b_key, b_grad_query, input_precision=PRECISION)
+            b_weight = tl.math.exp2(b_logit)
+            if HARD and M > 1:
+                b_weight = tl.where(b_logit == b_best, b_weight / b_ties, 0.0)
+            if CAUSAL or HAS_MASK:
+                b_weight = tl.where(b_seen, b_weight, 0.0)
+            b_grad_logit = b_weight * b_grad_weight
+            if HAS_ROW:
+                b_grad_row += tl.where(o_r[None, :] == r, tl.sum(b_grad_logit, 1)[:, None], 0.0)
+            if not EQUAL:
+                b_grad_logit *= b_scale * 0.6931471805599453
+            b_grad_query = tl.dot(b_grad_logit.to(b_key.dtype), b_key, b_grad_query, input_precision=PRECISION)
     return b_grad_query, b_grad_row

@@ -4,8 +4,9 @@ Every row is weighed against a reference that stays fixed: its largest logit in 
 running maximum (one comparison and one rescaling a pair). Two shifted keys of one variance need a single exponential,
 ``exp(s_ij + w_j0) (1 + alpha_i rho_j)``. Both are exact as long as a row's sum stays within what the number format
 holds. Rows that leave it (their sum is checked at the end, and ``alpha`` or ``rho`` out of range are NaN to begin with)
-are attended again with a running maximum and one exponential for each component. The choice is made row by row from
-what the row sees, so that later tokens never change the bits of earlier rows.
+get NaN as their normaliser, and a second kernel attends to those again, with a running maximum and one exponential for
+each component. The choice is made row by row from what the row sees, so that later tokens never change the bits of
+earlier rows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.tiles import component_bias, is_kept, is_visible, load_tile
+from mgk.ops.triton.tiles import component_bias, is_kept, is_visible, load_tile, visible_keys
 
 
 @triton.jit
@@ -27,7 +28,7 @@ def attention_forward(
     HAS_RANGE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """Write ``out [B, H, Nq, Dv]`` and ``normaliser [B, H, Nq]`` (natural logarithm, -inf for empty rows)."""
+    """Write ``out [B, H, Nq, Dv]`` and ``normaliser [B, H, Nq]`` (natural logarithm, NaN where unsafe)."""
     i_block = tl.program_id(0) % num_blocks
     i_head = tl.program_id(0) // num_blocks
     if CAUSAL:
@@ -54,22 +55,9 @@ def attention_forward(
     if not EQUAL:
         p_scale += i_kv_head * M
 
-    first_key = 0
-    end_key = num_keys
-    if HAS_RANGE:
-        first_key = tl.load(p_key_range + 2 * i_batch) // BLOCK_J * BLOCK_J
-        end_key = tl.load(p_key_range + 2 * i_batch + 1)
-        first_query = tl.load(p_query_range + 2 * i_batch)
-        end_query = tl.load(p_query_range + 2 * i_batch + 1)
-        if (o_first >= end_query) | (o_first + BLOCK_I <= first_query):
-            end_key = 0
-    # Keys up to here are seen by every row of the block, from here on the mask decides.
-    end_full = end_key
-    if CAUSAL:
-        end_key = tl.maximum(tl.minimum(end_key, o_first + BLOCK_I + causal_offset), 0)
-        end_full = tl.maximum(o_first + causal_offset + 1, 0) // BLOCK_J * BLOCK_J
-        end_full = tl.maximum(tl.minimum(end_full, end_key // BLOCK_J * BLOCK_J), first_key)
-
+    first_key, end_full, end_key = visible_keys(
+        p_key_range, p_query_range, i_batch, o_first, causal_offset, num_keys, CAUSAL, HAS_RANGE, BLOCK_I, BLOCK_J
+    )
     b_query = load_tile(d_query, i_batch, i_query_head, o_first, BLOCK_I, D)
     b_alpha = tl.zeros([BLOCK_I], tl.float32)
     if FACTORED:
@@ -104,32 +92,73 @@ def attention_forward(
                 DV,
             )  # fmt: skip
 
-    b_unsafe = ((b_sum >= lowest_sum) & (b_sum <= highest_sum)) == 0
-    if tl.max(b_unsafe.to(tl.int32), 0) > 0:
-        b_exact = tl.zeros([BLOCK_I, DV], tl.float32)
-        b_exact_sum = tl.zeros([BLOCK_I], tl.float32)
-        b_maximum = tl.full([BLOCK_I], float("-inf"), tl.float32)
-        for o_j in tl.range(first_key, end_key, BLOCK_J):
-            b_exact, b_exact_sum, b_maximum = _attend_exactly(
-                b_exact, b_exact_sum, b_maximum, b_query, b_row_key, d_key, d_value, p_row, p_column, p_scale, p_mask,
-                p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row, stride_mask_column,
-                causal_offset, num_queries, num_keys, padded_queries, padded_keys,
-                M, SHARED, HARD, HAS_ROW, HAS_COLUMN, EQUAL, CAUSAL, HAS_MASK, DROPOUT, PRECISION, BLOCK_J, D, DV,
-            )  # fmt: skip
-        if FACTORED:
-            # The factored form leaves out what all components of a row share.
-            b_maximum -= tl.load(p_row + o_i)
-        b_out = tl.where(b_unsafe[:, None], b_exact, b_out)
-        b_sum = tl.where(b_unsafe, b_exact_sum, b_sum)
-        b_reference = tl.where(b_unsafe, b_maximum, b_reference)
-
     b_normaliser = b_reference + tl.math.log2(b_sum)
     if FACTORED:
         b_normaliser += tl.load(p_row + o_i)
-    b_normaliser = tl.where(b_sum == 0.0, float("-inf"), b_normaliser * 0.6931471805599453)
+    b_safe = (b_sum >= lowest_sum) & (b_sum <= highest_sum)
+    b_normaliser = tl.where(b_safe, b_normaliser * 0.6931471805599453, float("nan"))
     tl.store(p_normaliser + o_i, b_normaliser, mask=o_i < num_queries)
-    b_out = b_out * (keep_scale / tl.where(b_sum == 0.0, 1.0, b_sum))[:, None]
+    b_out = b_out * (keep_scale / b_sum)[:, None]
     d_out.store([i_batch, i_query_head, o_first, 0], b_out.to(b_query.dtype).reshape(1, 1, BLOCK_I, DV))
+
+
+@triton.jit
+def attention_repair(
+    d_query, d_key, d_value, d_out, p_row, p_column, p_scale, p_normaliser, p_mask, p_key_range, p_query_range,
+    p_row_key, p_column_key, stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column, scale, threshold,
+    keep_scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks,
+    M: tl.constexpr, SHARED: tl.constexpr, HARD: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr,
+    EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """Attend again, exactly, for the rows whose normaliser is NaN. Most programs find none and end."""
+    i_block = tl.program_id(0) % num_blocks
+    i_head = tl.program_id(0) // num_blocks
+    o_first = i_block * BLOCK_I
+    o_i = o_first + tl.arange(0, BLOCK_I)
+    p_normaliser += i_head.to(tl.int64) * num_queries
+    b_normaliser = tl.load(p_normaliser + o_i, mask=o_i < num_queries, other=0.0)
+    b_unsafe = b_normaliser != b_normaliser
+    if tl.max(b_unsafe.to(tl.int32), 0) == 0:
+        return
+    i_batch = i_head // num_heads
+    i_query_head = i_head % num_heads
+    i_kv_head = i_query_head // group_size
+    i_kv = i_batch * (num_heads // group_size) + i_kv_head
+    causal_offset = num_keys - num_queries
+    if HAS_ROW:
+        p_row += i_head.to(tl.int64) * M * padded_queries
+    if HAS_COLUMN:
+        p_column += i_kv.to(tl.int64) * M * padded_keys
+    if HAS_MASK:
+        p_mask += i_batch.to(tl.int64) * stride_mask_batch + i_query_head.to(tl.int64) * stride_mask_head
+    if not EQUAL:
+        p_scale += i_kv_head * M
+    first_key, end_full, end_key = visible_keys(
+        p_key_range, p_query_range, i_batch, o_first, causal_offset, num_keys, CAUSAL, HAS_RANGE, BLOCK_I, BLOCK_J
+    )
+    b_query = load_tile(d_query, i_batch, i_query_head, o_first, BLOCK_I, D)
+    b_row_key = tl.zeros([BLOCK_I], tl.int32)
+    if DROPOUT:
+        b_row_key = tl.load(p_row_key + i_head.to(tl.int64) * padded_queries + o_i)
+    b_out = tl.zeros([BLOCK_I, DV], tl.float32)
+    b_sum = tl.zeros([BLOCK_I], tl.float32)
+    b_maximum = tl.full([BLOCK_I], float("-inf"), tl.float32)
+    for o_j in tl.range(first_key, end_key, BLOCK_J):
+        b_out, b_sum, b_maximum = _attend_exactly(
+            b_out, b_sum, b_maximum, b_query, b_row_key, d_key, d_value, p_row, p_column, p_scale, p_mask,
+            p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row, stride_mask_column,
+            causal_offset, num_queries, num_keys, padded_queries, padded_keys,
+            M, SHARED, HARD, HAS_ROW, HAS_COLUMN, EQUAL, CAUSAL, HAS_MASK, DROPOUT, PRECISION, BLOCK_J, D, DV,
+        )  # fmt: skip
+    b_exact = (b_maximum + tl.math.log2(b_sum)) * 0.6931471805599453
+    b_exact = tl.where(b_sum == 0.0, float("-inf"), b_exact)
+    tl.store(p_normaliser + o_i, b_exact, mask=(o_i < num_queries) & b_unsafe)
+    b_out = b_out * (keep_scale / tl.where(b_sum == 0.0, 1.0, b_sum))[:, None]
+    b_before = load_tile(d_out, i_batch, i_query_head, o_first, BLOCK_I, DV)
+    b_out = tl.where(b_unsafe[:, None], b_out.to(b_before.dtype), b_before)
+    d_out.store([i_batch, i_query_head, o_first, 0], b_out.reshape(1, 1, BLOCK_I, DV))
 
 
 @triton.jit

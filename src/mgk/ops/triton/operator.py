@@ -1,13 +1,12 @@
 """The fused kernels as torch operations, with autograd, shape inference and a FLOP count.
 
-    logit[i,j,r] = scale[r] q_i . k_jr + row[i,r] + column[j,r]
-
 ``torch.ops.mgk.fused_attention`` and its backward are what ``torch.compile``, ``opcheck`` and FLOP counters see.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -48,33 +47,35 @@ LIMITS = {
 
 
 class _Call:
-    """One call, prepared for the kernels: descriptors are made of tensors that the copy engine can read."""
+    """One call, prepared for the kernels: aligned tensors, row and column terms, masks, random numbers, options."""
 
     def __init__(
-        self, query: Tensor, key: Tensor, value: Tensor | None, row: Tensor | None, column: Tensor | None,
+        self, query: Tensor, key: Tensor, value: Tensor | None, shift: Tensor | None, log_prior: Tensor | None,
         scales: Tensor | None, attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None,
-        seed: Tensor | None, scale: float, num_components: int, is_causal: bool, hard: bool, dropout_p: float,
+        seed: Tensor | None, scale: float, gaussian: bool, is_causal: bool, hard: bool, dropout_p: float,
     ) -> None:  # fmt: skip
         self.batch, self.heads, self.queries, self.width = query.shape
         self.kv_heads, self.keys = key.shape[1], key.shape[3]
-        self.query = aligned(query)
-        self.key = aligned(key.flatten(1, 2))
+        self.components = key.shape[2] if shift is None else shift.shape[1]
+        self.query, self.key = aligned(query), aligned(key.flatten(1, 2))
         self.value = None if value is None else aligned(value)
         self.dtype, self.device = query.dtype, query.device
-        self.padded_queries = math.ceil(self.queries / PADDING) * PADDING
-        self.padded_keys = math.ceil(self.keys / PADDING) * PADDING
+        self.padded_queries = triton.cdiv(self.queries, PADDING) * PADDING
+        self.padded_keys = triton.cdiv(self.keys, PADDING) * PADDING
         self.limits = LIMITS[query.dtype]
-        self.scale, self.seed, self.attn_mask = scale, seed, attn_mask
-
-        shared = key.shape[2] == 1
-        self.factored = shared and num_components == 2 and not hard and scales is None and row is not None
-        if column is None and (self.factored or self.keys % PADDING != 0):
-            # Keys beyond the end are switched off by their column.
-            column = query.new_zeros(1, 1, 1, 1, dtype=torch.float32)
-            column = column.expand(self.batch, self.kv_heads, num_components, self.keys)
-        self.row, self.alpha = self._pad(row, self.padded_queries, 0.0)
-        self.column, self.rho = self._pad(column, self.padded_keys, -math.inf)
+        self.scale = scale * LOG2_E
         self.scales = None if scales is None else (scales.float() * LOG2_E).contiguous()
+        self.shift = None if shift is None else shift.float().contiguous()
+        self.log_prior, self.attn_mask, self.seed, self.gaussian = log_prior, attn_mask, seed, gaussian
+
+        shared = shift is not None or self.components == 1
+        self.factored = shift is not None and self.components == 2 and not hard and scales is None
+        self.has_norm = gaussian and scales is not None and self.components > 1
+        self.has_row = shift is not None or self.has_norm
+        # Keys beyond the end are switched off by their column.
+        self.has_column = (
+            gaussian or log_prior is not None or key_mask is not None or self.keys % PADDING != 0 or self.factored
+        )
         self.key_range = self.query_range = None
         if key_mask is not None or query_mask is not None:
             self.key_range = valid_range(key_mask, self.batch, self.keys, query)
@@ -83,13 +84,13 @@ class _Call:
         if seed is not None:
             self.row_key = self._random_keys(self.batch * self.heads * self.padded_queries, 0)
             self.column_key = self._random_keys(self.padded_keys, 1)
-        self.options = {
-            "M": num_components,
+        self.options: dict[str, Any] = {
+            "M": self.components,
             "SHARED": shared,
             "FACTORED": self.factored,
             "HARD": hard,
-            "HAS_ROW": row is not None,
-            "HAS_COLUMN": column is not None,
+            "HAS_ROW": self.has_row,
+            "HAS_COLUMN": self.has_column,
             "EQUAL": scales is None,
             "CAUSAL": is_causal,
             "HAS_MASK": attn_mask is not None,
@@ -97,27 +98,52 @@ class _Call:
             "DROPOUT": seed is not None,
             "PRECISION": "ieee",
         }
-        keep = 1.0 - dropout_p
-        self.threshold, self.keep_scale = round(dropout_p * 2**32), 1.0 / keep
+        self.threshold, self.keep_scale = round(dropout_p * 2**32), 1.0 / (1.0 - dropout_p)
         self.mask_strides = (0, 0, 0, 0)
         if attn_mask is not None:
-            self.mask_strides = tuple(
-                0 if size == 1 else stride for size, stride in zip(attn_mask.shape, attn_mask.stride(), strict=True)
-            )
+            sizes = zip(attn_mask.shape, attn_mask.stride(), strict=True)
+            self.mask_strides = tuple(0 if size == 1 else stride for size, stride in sizes)
+        self._prepare_terms(key_mask)
 
-    def _pad(self, terms: Tensor | None, padded: int, fill: float) -> tuple[Tensor | None, Tensor | None]:
-        """Terms ``[B, H, M, N]`` padded, and the ratio of their two components where the pair is factored."""
-        if terms is None:
-            return None, None
-        batch, heads, components, length = terms.shape
-        out = terms.new_empty(batch, heads, components, padded)
-        ratio = terms.new_empty(batch, heads, padded) if self.factored else None
-        blocks = triton.cdiv(padded, BLOCK)
-        preparation.pad_terms[(batch * heads * blocks,)](
-            terms, out, ratio, *terms.stride(), heads, length, padded, blocks, fill, self.limits.ratio,
-            components, self.factored, BLOCK,
-        )  # fmt: skip
-        return out, ratio
+    def _prepare_terms(self, key_mask: Tensor | None) -> None:
+        block_d = block_width(self.query.shape[-1])
+        rows = min(64, 8192 // block_d) if not tuning.is_interpreted() else 16
+        self.origin = self.row = self.alpha = self.column = self.rho = None
+        # Only half precision: in fp32 the data has been centred.
+        if self.shift is not None and self.gaussian and self.dtype != torch.float32:
+            self.origin = self._new(self.batch, self.kv_heads, block_d)
+            preparation.find_origin[(self.batch * self.kv_heads,)](
+                self.query, self.key, self.origin, self.query_range, self.key_range, *self.query.stride()[:3],
+                *self.key.stride()[:3], self.kv_heads, self.heads // self.kv_heads, self.width,
+                HAS_FIRST=self.key_range is not None, D=block_d, num_warps=1,
+            )  # fmt: skip
+        if self.has_row:
+            self.row = self._new(self.batch, self.heads, self.components, self.padded_queries)
+            self.alpha = self._new(self.batch, self.heads, self.padded_queries) if self.factored else None
+            blocks = self.padded_queries // rows
+            preparation.row_terms[(self.batch * self.heads * blocks,)](
+                descriptor(self.query, rows), self.shift, self.scales, self.origin, self.row, self.alpha, self.scale,
+                self.limits.ratio, self.heads, self.heads // self.kv_heads, self.padded_queries, blocks, self.width,
+                M=self.components, FACTORED=self.factored, HAS_SHIFT=self.shift is not None, HAS_NORM=self.has_norm,
+                HAS_ORIGIN=self.origin is not None, EQUAL=self.scales is None, BLOCK_I=rows, D=block_d,
+            )  # fmt: skip
+        if self.has_column:
+            prior = self.log_prior
+            prior_strides = (0, 0, 0) if prior is None else (*prior.stride()[:2], prior.stride(2) * (prior.shape[2] > 1))
+            self.column = self._new(self.batch, self.kv_heads, self.components, self.padded_keys)
+            self.rho = self._new(self.batch, self.kv_heads, self.padded_keys) if self.factored else None
+            blocks = self.padded_keys // rows
+            preparation.column_terms[(self.batch * self.kv_heads * blocks,)](
+                descriptor(self.key, rows), self.shift, prior, self.scales, self.origin,
+                None if key_mask is None else key_mask.contiguous(), self.column, self.rho, *prior_strides, self.scale,
+                self.limits.ratio, self.kv_heads, self.keys, self.padded_keys, blocks, self.width,
+                M=self.components, SHARED=self.options["SHARED"], FACTORED=self.factored, GAUSSIAN=self.gaussian,
+                HAS_SHIFT=self.shift is not None, HAS_PRIOR=prior is not None, HAS_ORIGIN=self.origin is not None,
+                HAS_KEY_MASK=key_mask is not None, EQUAL=self.scales is None, BLOCK_J=rows, D=block_d,
+            )  # fmt: skip
+
+    def _new(self, *shape: int) -> Tensor:
+        return self.query.new_empty(shape, dtype=torch.float32)
 
     def _random_keys(self, count: int, stream: int) -> Tensor:
         keys = torch.empty(count, dtype=torch.int32, device=self.device)
@@ -125,26 +151,31 @@ class _Call:
         return keys
 
     def wide(self) -> Tensor | None:
-        """Query heads ``[B * H]`` in which some ratio cannot be trusted."""
+        """Key/value heads ``[B * Hkv]`` in which some ratio cannot be trusted."""
         if self.alpha is None or self.rho is None:
             return None
-        rows = self.alpha.isnan().any(-1)
-        columns = self.rho.isnan().any(-1).repeat_interleave(self.heads // self.kv_heads, dim=1)
-        return (rows | columns).flatten().to(torch.int32)
+        rows = self.alpha.view(self.batch * self.kv_heads, -1).isnan().any(-1)
+        columns = self.rho.view(self.batch * self.kv_heads, -1).isnan().any(-1)
+        return (rows | columns).to(torch.int32)
+
+    def tile(self, name: str) -> tuning.Tile:
+        """Of the kernel called ``name``."""
+        return tuning.choose_tile(self.kernel(name), self.device)
 
     def kernel(self, name: str) -> tuning.Kernel:
         """What this call's tile is chosen by."""
         width = block_width(max(self.width, 0 if self.value is None else self.value.shape[-1]))
-        products = 1 if self.options["SHARED"] else int(self.options["M"])
+        products = 1 if self.options["SHARED"] else self.components
         return tuning.Kernel(
             name, width, self.dtype.itemsize, products, bool(self.options["CAUSAL"]), self.attn_mask is not None
         )
 
     def launch(self, name: str, run: Any) -> None:
         """Run a kernel with the tile of the table, or of a trial if one is asked for."""
-        kernel = self.kernel(name)
-        tuning.tune(kernel, self.device, run)
-        run(tuning.choose_tile(kernel, self.device))
+        tuning.tune(self.kernel(name), self.device, run)
+        run(self.tile(name))
+        if self.factored and name != "forward":
+            run(self.tile("repair"), True)
 
 
 def block_width(width: int) -> int:
@@ -201,25 +232,25 @@ def _by_token(like: Tensor, heads: int, length: int, width: int) -> Tensor:
 
 @torch.library.custom_op("mgk::fused_attention", mutates_args=())
 def fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, row: Tensor | None, column: Tensor | None, scales: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
     attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None,
-    scale: float, num_components: int, is_causal: bool, hard: bool, dropout_p: float,
+    scale: float, gaussian: bool, is_causal: bool, hard: bool, dropout_p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention and its row normaliser.
+    """Attention and its row normaliser, without the term in ``|q_i|^2`` where all variances agree.
 
     Args:
         query: ``[B, H, Nq, D]``.
-        key: ``[B, Hkv, M, Nk, D]``, or one component for all.
+        key: ``[B, Hkv, M, Nk, D]``, or one component beside ``shift``.
         value: ``[B, Hkv, Nk, Dv]``.
-        row: fp32 ``[B, H, M, Nq]``.
-        column: fp32 ``[B, Hkv, M, Nk]``, -inf at masked keys.
-        scales: fp32 ``[Hkv, M]``; ``None``: ``scale`` for all.
+        shift: ``[Hkv, M, D]``.
+        log_prior: fp32 ``[Hkv, M, Nk]`` or ``[Hkv, M, 1]``.
+        scales: ``1 / variance [Hkv, M]``; ``None``: ``scale`` for all.
         attn_mask: bool, four axes, broadcastable to ``[B, H, Nq, Nk]``.
-        key_mask: bool ``[B, Nk]``: which blocks of keys can be left out (``column`` says which keys).
+        key_mask: bool ``[B, Nk]``.
         query_mask: bool ``[B, Nq]``: which blocks of queries can be left out.
         seed: int64 ``[1]``, for dropout.
-        scale: factor of the products.
-        num_components: M.
+        scale: ``1 / variance``.
+        gaussian: whether the similarity is a distance.
         is_causal: aligned bottom-right.
         hard: the best component answers alone.
         dropout_p: probability of dropping a pair.
@@ -229,104 +260,123 @@ def fused_attention(
     """
     with _on_device(query):
         call = _Call(
-            query, key, value, row, column, scales, attn_mask, key_mask, query_mask, seed, scale, num_components,
+            query, key, value, shift, log_prior, scales, attn_mask, key_mask, query_mask, seed, scale, gaussian,
             is_causal, hard, dropout_p,
         )  # fmt: skip
         assert call.value is not None
-        out = _by_token(query, call.heads, call.queries, call.value.shape[-1])
-        normaliser = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+        values = call.value
+        out = _by_token(query, call.heads, call.queries, values.shape[-1])
+        normaliser = call._new(*query.shape[:-1])
+        widths = {"D": block_width(call.query.shape[-1]), "DV": block_width(values.shape[-1])}
+        masks = (attn_mask, call.key_range, call.query_range, call.row_key, call.column_key, *call.mask_strides)
+        sizes = (call.heads, call.heads // call.kv_heads, call.queries, call.keys, call.padded_queries, call.padded_keys)
+        scalars = (call.scale, call.threshold, call.keep_scale)
+
+        def tensors(tile: tuning.Tile) -> tuple[TensorDescriptor, ...]:
+            return (
+                descriptor(call.query, tile.rows), descriptor(call.key, tile.columns),
+                descriptor(values, tile.columns), descriptor(out, tile.rows),
+            )  # fmt: skip
 
         def run(tile: tuning.Tile) -> None:
-            assert call.value is not None
             blocks = triton.cdiv(call.queries, tile.rows)
             forward.attention_forward[(blocks * call.batch * call.heads,)](
-                descriptor(call.query, tile.rows), descriptor(call.key, tile.columns),
-                descriptor(call.value, tile.columns), descriptor(out, tile.rows), call.row, call.column, call.alpha,
-                call.rho, call.scales, normaliser, attn_mask, call.key_range, call.query_range, call.row_key,
-                call.column_key, *call.mask_strides, scale * LOG2_E, call.threshold, call.keep_scale, call.heads,
-                call.heads // call.kv_heads, call.queries, call.keys, call.padded_queries, call.padded_keys, blocks,
-                call.limits.lowest_sum, call.limits.highest_sum, call.limits.margin, **call.options,
-                BLOCK_I=tile.rows, BLOCK_J=tile.columns, D=block_width(call.query.shape[-1]),
-                DV=block_width(call.value.shape[-1]), num_warps=tile.warps, num_stages=tile.stages,
+                *tensors(tile), call.row, call.column, call.alpha, call.rho, call.scales, normaliser, *masks, *scalars,
+                *sizes, blocks, *call.limits[1:], **call.options, BLOCK_I=tile.rows, BLOCK_J=tile.columns, **widths,
+                num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
 
         call.launch("forward", run)
+        tile = call.tile("repair")
+        blocks = triton.cdiv(call.queries, tile.rows)
+        exact = {name: option for name, option in call.options.items() if name != "FACTORED"}
+        forward.attention_repair[(blocks * call.batch * call.heads,)](
+            *tensors(tile), call.row, call.column, call.scales, normaliser, *masks, *scalars, *sizes, blocks, **exact,
+            BLOCK_I=tile.rows, BLOCK_J=tile.columns, **widths, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
     return out if out.shape[-1] == value.shape[-1] else out[..., : value.shape[-1]].clone(), normaliser
 
 
 @torch.library.custom_op("mgk::fused_attention_backward", mutates_args=())
 def fused_attention_backward(
     grad_out: Tensor, grad_normaliser: Tensor, out: Tensor, normaliser: Tensor, query: Tensor, key: Tensor,
-    value: Tensor, row: Tensor | None, column: Tensor | None, scales: Tensor | None, attn_mask: Tensor | None,
-    key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, scale: float, num_components: int,
+    value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None, attn_mask: Tensor | None,
+    key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, scale: float, gaussian: bool,
     is_causal: bool, hard: bool, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, key, value, row, column and scales (the last three empty where there is no such input)."""
+    """Gradients of query, key, value, shift, log_prior and scales (the last three empty where there is no such input)."""
     with _on_device(query):
         call = _Call(
-            query, key, value, row, column, scales, attn_mask, key_mask, query_mask, seed, scale, num_components,
+            query, key, value, shift, log_prior, scales, attn_mask, key_mask, query_mask, seed, scale, gaussian,
             is_causal, hard, dropout_p,
         )  # fmt: skip
         assert call.value is not None
-        grad_out, out = aligned(grad_out), aligned(out)
-        reference = normaliser.new_empty(call.batch, call.heads, call.padded_queries)
+        values, components = call.value, call.components
+        grad_out, out, grad_normaliser = aligned(grad_out), aligned(out), grad_normaliser.contiguous()
+        reference = call._new(call.batch, call.heads, call.padded_queries)
         delta = torch.empty_like(reference)
-        blocks = call.padded_queries // 64
+        rows = 16 if tuning.is_interpreted() else 64
+        blocks = call.padded_queries // rows
         backward.attention_delta[(blocks * call.batch * call.heads,)](
-            descriptor(out, 64), descriptor(grad_out, 64), normaliser, grad_normaliser.contiguous(), call.row,
-            reference, delta, call.heads, call.queries, call.padded_queries, blocks, num_components, call.factored, 64,
+            descriptor(out, rows), descriptor(grad_out, rows), normaliser, grad_normaliser, call.row, reference, delta,
+            call.heads, call.queries, call.padded_queries, blocks, components, call.factored, rows,
             block_width(out.shape[-1]),
         )  # fmt: skip
         wide = call.wide()
-        widths = {"D": block_width(call.query.shape[-1]), "DV": block_width(call.value.shape[-1])}
+        widths = {"D": block_width(call.query.shape[-1]), "DV": block_width(values.shape[-1])}
+        options = {**call.options, **widths, "GAUSSIAN": gaussian, "HAS_SHIFT": shift is not None}
+        masks = (attn_mask, call.key_range, call.query_range, call.row_key, call.column_key, *call.mask_strides)
+        scalars = (call.scale, scale, call.threshold, call.keep_scale)
         sizes = (call.heads, call.heads // call.kv_heads, call.queries, call.keys, call.padded_queries, call.padded_keys)
-        scalars = (scale * LOG2_E, scale, call.threshold, call.keep_scale)
 
-        one_gradient = call.factored or key.shape[2] == num_components
+        one_gradient = call.factored or key.shape[2] == components
         grad_key = (
             torch.empty_like(call.key)
             if one_gradient
-            else call.key.new_empty(call.batch, call.kv_heads * num_components, call.keys, call.key.shape[-1])
+            else call.key.new_empty(call.batch, call.kv_heads * components, call.keys, call.key.shape[-1])
         )
-        grad_value = torch.empty_like(call.value)
-        grad_column = normaliser.new_empty(call.batch, call.kv_heads, num_components, call.keys)
-        grad_scales = None if scales is None else torch.empty_like(grad_column)
+        grad_value, grad_query = torch.empty_like(values), torch.empty_like(call.query)
+        grad_column = call._new(call.batch, call.kv_heads, components, call.keys) if call.has_column else None
+        grad_row = call._new(call.batch, call.heads, components, call.queries) if call.has_row else None
+        grad_scales = None if scales is None else call._new(call.batch, call.kv_heads, components, call.keys)
+        # Every program leaves its share of the shifts' gradient; added up below in a fixed order.
+        key_shares = query_shares = None
+        if shift is not None:
+            smallest = [(call.tile(name), call.tile("repair")) for name in ("key_value", "query")]
+            num_keys = triton.cdiv(call.keys, min(tile.columns for tile in smallest[0]))
+            num_queries = triton.cdiv(call.queries, min(tile.rows for tile in smallest[1]))
+            if os.environ.get("MGK_AUTOTUNE") == "1":
+                num_keys, num_queries = triton.cdiv(call.keys, 16), triton.cdiv(call.queries, 16)
+            shape = (call.batch, call.kv_heads, components, num_keys, widths["D"])
+            key_shares = torch.zeros(shape, dtype=torch.float32, device=query.device) if gaussian else None
+            shape = (call.batch, call.heads, components, num_queries, widths["D"])
+            query_shares = torch.zeros(shape, dtype=torch.float32, device=query.device)
 
-        def run_key_value(tile: tuning.Tile) -> None:
-            assert call.value is not None
+        def run_key_value(tile: tuning.Tile, is_wide: bool = False) -> None:
             blocks = triton.cdiv(call.keys, tile.columns)
             backward.attention_backward_key_value[(blocks * call.batch * call.kv_heads,)](
                 descriptor(call.query, tile.rows), descriptor(call.key, tile.columns),
-                descriptor(call.value, tile.columns), descriptor(grad_out, tile.rows),
+                descriptor(values, tile.columns), descriptor(grad_out, tile.rows),
                 descriptor(grad_key, tile.columns), descriptor(grad_value, tile.columns), call.row, call.column,
-                call.alpha, call.rho, call.scales, reference, delta, wide, grad_column, grad_scales, attn_mask,
-                call.key_range, call.query_range, call.row_key, call.column_key, *call.mask_strides, *scalars, *sizes,
-                blocks, **call.options, BLOCK_I=tile.rows, BLOCK_J=tile.columns, **widths, num_warps=tile.warps,
+                call.alpha, call.rho, call.scales, call.shift, reference, delta, wide, grad_column, grad_scales,
+                key_shares, *masks, *scalars, *sizes, blocks, 0 if key_shares is None else key_shares.shape[3],
+                call.width, **options, WIDE=is_wide, BLOCK_I=tile.rows, BLOCK_J=tile.columns, num_warps=tile.warps,
                 num_stages=tile.stages,
             )  # fmt: skip
 
-        call.launch("key_value", run_key_value)
-        grad_query = torch.empty_like(call.query)
-        grad_row = None if row is None else normaliser.new_empty(row.shape)
-
-        def run_query(tile: tuning.Tile) -> None:
-            assert call.value is not None
+        def run_query(tile: tuning.Tile, is_wide: bool = False) -> None:
             blocks = triton.cdiv(call.queries, tile.rows)
             backward.attention_backward_query[(blocks * call.batch * call.heads,)](
                 descriptor(call.query, tile.rows), descriptor(call.key, tile.columns),
-                descriptor(call.value, tile.columns), descriptor(grad_out, tile.rows),
-                descriptor(grad_query, tile.rows), call.row, call.column, call.alpha, call.rho, call.scales, reference,
-                delta, wide, grad_row, attn_mask, call.key_range, call.query_range, call.row_key, call.column_key,
-                *call.mask_strides, *scalars, *sizes, blocks, **call.options, BLOCK_I=tile.rows, BLOCK_J=tile.columns,
-                **widths, num_warps=tile.warps, num_stages=tile.stages,
+                descriptor(values, tile.columns), descriptor(grad_out, tile.rows), descriptor(grad_query, tile.rows),
+                call.row, call.column, call.alpha, call.rho, call.scales, reference, delta, grad_normaliser, wide,
+                call.shift, grad_row, query_shares, *masks, *scalars, *sizes, blocks,
+                0 if query_shares is None else query_shares.shape[3], call.width, **options, WIDE=is_wide,
+                BLOCK_I=tile.rows, BLOCK_J=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
 
+        call.launch("key_value", run_key_value)
         call.launch("query", run_query)
-        if grad_row is not None and call.factored:
-            # The logits of a row rise and fall together with its normaliser alone: what one component does not get
-            # the other does.
-            total = grad_normaliser.masked_fill(normaliser == -math.inf, 0.0)
-            grad_row[:, :, 1] = total - grad_row[:, :, 0]
 
     grad_key = grad_key.unflatten(1, (call.kv_heads, -1))
     if not one_gradient:
@@ -335,10 +385,52 @@ def fused_attention_backward(
         _trimmed(grad_query, query),
         _trimmed(grad_key, key),
         _trimmed(grad_value, value),
-        normaliser.new_empty(0) if grad_row is None else grad_row,
-        normaliser.new_empty(0) if column is None else grad_column,
-        normaliser.new_empty(0) if grad_scales is None else grad_scales.sum(dim=(0, 3)),
+        call._new(0) if shift is None else _shift_gradient(call, grad_row, grad_column, query_shares, key_shares),
+        call._new(0) if log_prior is None else _prior_gradient(log_prior, grad_column),
+        call._new(0) if grad_scales is None else _scale_gradient(call, grad_row, grad_column, grad_scales),
     )
+
+
+def _shift_gradient(
+    call: _Call, grad_row: Tensor | None, grad_column: Tensor | None, query_shares: Tensor | None,
+    key_shares: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """``[Hkv, M, D]``: of ``scale (q - origin) . shift`` and ``-scale ((k - origin) . shift + |shift|^2 / 2)``."""
+    assert call.shift is not None and grad_row is not None and query_shares is not None
+    grad = query_shares.sum(3).unflatten(1, (call.kv_heads, -1)).sum(2)[..., : call.width]
+    through_origin = grad_row.sum(-1).unflatten(1, (call.kv_heads, -1)).sum(2)  # [B, Hkv, M]
+    if key_shares is not None and grad_column is not None:
+        columns = grad_column.sum(-1)
+        grad = grad - key_shares.sum(3)[..., : call.width] - columns[..., None] * call.shift
+        through_origin = through_origin - columns
+    if call.origin is not None:
+        grad = grad - through_origin[..., None] * call.origin[:, :, None, : call.width]
+    grad = grad.sum(0)
+    return grad * (call.scale / LOG2_E if call.scales is None else call.scales[..., None] / LOG2_E)
+
+
+def _prior_gradient(log_prior: Tensor, grad_column: Tensor | None) -> Tensor:
+    assert grad_column is not None
+    grad = grad_column.sum(0)
+    return grad if log_prior.shape[2] == grad.shape[2] else grad.sum(2, keepdim=True)
+
+
+def _scale_gradient(
+    call: _Call, grad_row: Tensor | None, grad_column: Tensor | None, grad_products: Tensor
+) -> Tensor:
+    """``[Hkv, M]``: products, rows and columns are all proportional to the scale, but for the prior."""
+    assert call.scales is not None
+    grad = grad_products.sum(dim=(0, 3))
+    if call.gaussian and call.column is not None and grad_column is not None:
+        column = call.column[..., : call.keys] / LOG2_E
+        if call.log_prior is not None:
+            column = column - call.log_prior
+        column = column.masked_fill(~column.isfinite(), 0.0)
+        grad = grad + (grad_column * column).sum(dim=(0, 3)) * LOG2_E / call.scales
+    if call.row is not None and grad_row is not None:
+        by_head = (grad_row * call.row[..., : call.queries]).sum(dim=(0, 3)) / LOG2_E
+        grad = grad + by_head.unflatten(0, (call.kv_heads, -1)).sum(1) * LOG2_E / call.scales
+    return grad
 
 
 def _trimmed(grad: Tensor, like: Tensor) -> Tensor:
@@ -352,34 +444,30 @@ def _strides(like: Tensor) -> tuple[int, ...]:
 
 @torch.library.custom_op("mgk::fused_responsibilities", mutates_args=())
 def fused_responsibilities(
-    query: Tensor, key: Tensor, row: Tensor | None, column: Tensor | None, scales: Tensor | None,
-    attn_mask: Tensor | None, query_mask: Tensor | None, scale: float, num_components: int, is_causal: bool,
+    query: Tensor, key: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
+    attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, scale: float, gaussian: bool,
+    is_causal: bool,
 ) -> Tensor:  # fmt: skip
     """``sum over visible (i, j) of p(r | i, j)``, ``[Hkv, M]``."""
     with _on_device(query):
         call = _Call(
-            query, key, None, row, column, scales, attn_mask, None, None, None, scale, num_components, is_causal, False,
-            0.0,
+            query, key, None, shift, log_prior, scales, attn_mask, key_mask, None, None, scale, gaussian, is_causal,
+            False, 0.0,
         )  # fmt: skip
-        tile = tuning.choose_tile(call.kernel("query"), query.device)
+        tile = call.tile("query")
         blocks = triton.cdiv(call.queries, tile.rows)
-        sums = normaliser_like(query, blocks * call.batch * call.heads, 8)
+        sums = call._new(blocks * call.batch * call.heads, 8)
         names = ("M", "SHARED", "HAS_ROW", "HAS_COLUMN", "EQUAL", "CAUSAL", "HAS_MASK", "PRECISION")
         statistics.responsibilities[(sums.shape[0],)](
             descriptor(call.query, tile.rows), descriptor(call.key, tile.columns), call.row, call.column, call.scales,
-            sums, attn_mask, None if query_mask is None else query_mask.contiguous(), *call.mask_strides,
-            scale * LOG2_E, call.heads, call.heads // call.kv_heads, call.queries, call.keys, call.padded_queries,
-            call.padded_keys, blocks, **{name: call.options[name] for name in names},
-            HAS_QUERY_MASK=query_mask is not None, BLOCK_I=tile.rows, BLOCK_J=tile.columns,
-            D=block_width(call.query.shape[-1]), num_warps=tile.warps, num_stages=tile.stages,
+            sums, attn_mask, None if query_mask is None else query_mask.contiguous(), *call.mask_strides, call.scale,
+            call.heads, call.heads // call.kv_heads, call.queries, call.keys, call.padded_queries, call.padded_keys,
+            blocks, **{name: call.options[name] for name in names}, HAS_QUERY_MASK=query_mask is not None,
+            BLOCK_I=tile.rows, BLOCK_J=tile.columns, D=block_width(call.query.shape[-1]), num_warps=tile.warps,
+            num_stages=tile.stages,
         )  # fmt: skip
-    by_head = sums.view(call.batch, call.kv_heads, -1, 8)[..., :num_components]
+    by_head = sums.view(call.batch, call.kv_heads, -1, 8)[..., : call.components]
     return by_head.sum(dim=(0, 2), dtype=torch.float64).float()
-
-
-def normaliser_like(query: Tensor, *shape: int) -> Tensor:
-    """An fp32 buffer beside ``query``."""
-    return query.new_empty(shape, dtype=torch.float32)
 
 
 @fused_attention.register_fake
@@ -393,18 +481,18 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tenso
 @fused_attention_backward.register_fake
 def _(
     grad_out: Tensor, grad_normaliser: Tensor, out: Tensor, normaliser: Tensor, query: Tensor, key: Tensor,
-    value: Tensor, row: Tensor | None, column: Tensor | None, scales: Tensor | None, *_: Any,
+    value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None, *_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     extra = [
         normaliser.new_empty(0) if tensor is None else normaliser.new_empty(tensor.shape)
-        for tensor in (row, column, scales)
+        for tensor in (shift, log_prior, scales)
     ]
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), *extra
 
 
 @fused_responsibilities.register_fake
-def _(query: Tensor, key: Tensor, *arguments: Any) -> Tensor:
-    return query.new_empty(key.shape[1], arguments[-2], dtype=torch.float32)
+def _(query: Tensor, key: Tensor, shift: Tensor | None, *_: Any) -> Tensor:
+    return query.new_empty(key.shape[1], key.shape[2] if shift is None else shift.shape[1], dtype=torch.float32)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -415,7 +503,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _backward(ctx: Any, grad_out: Tensor, grad_normaliser: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: activation checkpointing frees them as they are read
     grad_query, grad_key, grad_value, *extra = fused_attention_backward(grad_out, grad_normaliser, *saved, *ctx.options)
-    extra = [None if tensor is None else grad for tensor, grad in zip(saved[5:8], extra, strict=True)]
+    extra = [None if tensor is None else grad.to(tensor.dtype) for tensor, grad in zip(saved[5:8], extra, strict=True)]
     return grad_query, grad_key, grad_value, *extra, *[None] * 9
 
 

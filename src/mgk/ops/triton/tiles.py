@@ -53,6 +53,29 @@ def is_visible(
 
 
 @triton.jit
+def visible_keys(
+    p_key_range, p_query_range, i_batch, o_first, causal_offset, num_keys, CAUSAL: tl.constexpr,
+    HAS_RANGE: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    """``first, full, end``: a block of queries sees keys ``first ... end``, and up to ``full`` every row sees them all."""
+    first_key = 0
+    end_key = num_keys
+    if HAS_RANGE:
+        first_key = tl.load(p_key_range + 2 * i_batch) // BLOCK_J * BLOCK_J
+        end_key = tl.load(p_key_range + 2 * i_batch + 1)
+        first_query = tl.load(p_query_range + 2 * i_batch)
+        end_query = tl.load(p_query_range + 2 * i_batch + 1)
+        if (o_first >= end_query) | (o_first + BLOCK_I <= first_query):
+            end_key = 0
+    end_full = end_key
+    if CAUSAL:
+        end_key = tl.maximum(tl.minimum(end_key, o_first + BLOCK_I + causal_offset), 0)
+        end_full = tl.maximum(o_first + causal_offset + 1, 0) // BLOCK_J * BLOCK_J
+        end_full = tl.maximum(tl.minimum(end_full, end_key // BLOCK_J * BLOCK_J), first_key)
+    return first_key, end_full, end_key
+
+
+@triton.jit
 def is_kept(b_row_key, b_column_key, threshold):
     """Dropout: whether a pair is kept, from one odd random number per query and one per key.
 

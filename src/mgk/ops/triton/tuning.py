@@ -30,7 +30,7 @@ class Kernel(NamedTuple):
     """What a tile is chosen by."""
 
     name: str
-    """``"forward"``, ``"key_value"`` or ``"query"``"""
+    """``"forward"``, ``"key_value"``, ``"query"``, or ``"repair"`` for the rare rows and heads that are done again"""
     width: int
     """the larger of D and Dv, rounded up to a power of two"""
     element_size: int
@@ -109,6 +109,8 @@ def tune(kernel: Kernel, device: torch.device, launch: Callable[[Tile], object])
 
 def _from_table(kernel: Kernel) -> Tile:
     one_product = kernel.products == 1
+    if kernel.name == "repair" and kernel.width <= 128 and kernel.element_size == 2:
+        return Tile(64, 32, 4, 2)
     if kernel.element_size == 4 or kernel.width > 128 or kernel.has_mask:
         # Room first: fp32 products take no tensor cores, wide heads and masks fill registers and shared memory.
         if kernel.width > 128 or kernel.element_size == 4:
