@@ -23,8 +23,8 @@ def attention_forward(
     p_query_range, p_row_key, p_column_key, stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column,
     scale, threshold, keep_scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys,
     num_blocks, lowest_sum, highest_sum, margin,
-    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, HARD: tl.constexpr, HAS_ROW: tl.constexpr,
-    HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
+    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, JOINED: tl.constexpr, HARD: tl.constexpr,
+    HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_RANGE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
@@ -73,14 +73,14 @@ def attention_forward(
         b_reference = _largest_logit(
             b_query, d_key, p_row, p_column, p_scale, p_mask, i_batch, i_kv_head, first_key, o_i, scale,
             stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
-            M, SHARED, FACTORED, HAS_ROW, HAS_COLUMN, EQUAL, CAUSAL, HAS_MASK, PRECISION, BLOCK_J, D,
+            M, SHARED, FACTORED, JOINED, HAS_ROW, HAS_COLUMN, EQUAL, CAUSAL, HAS_MASK, PRECISION, BLOCK_J, D,
         ) + margin  # fmt: skip
     for o_j in tl.range(first_key, end_full, BLOCK_J):
         b_out, b_sum = _attend(
             b_out, b_sum, b_reference, b_query, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho, p_scale,
             p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row, stride_mask_column,
             causal_offset, num_queries, num_keys, padded_queries, padded_keys,
-            M, SHARED, FACTORED, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, DROPOUT, PRECISION, BLOCK_J, D, DV,
+            M, SHARED, FACTORED, JOINED, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, DROPOUT, PRECISION, BLOCK_J, D, DV,
         )  # fmt: skip
     if CAUSAL:
         for o_j in tl.range(end_full, end_key, BLOCK_J):
@@ -88,7 +88,7 @@ def attention_forward(
                 b_out, b_sum, b_reference, b_query, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho, p_scale,
                 p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row,
                 stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
-                M, SHARED, FACTORED, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, DROPOUT, PRECISION, BLOCK_J, D,
+                M, SHARED, FACTORED, JOINED, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, DROPOUT, PRECISION, BLOCK_J, D,
                 DV,
             )  # fmt: skip
 
@@ -165,8 +165,8 @@ def attention_repair(
 def _largest_logit(
     b_query, d_key, p_row, p_column, p_scale, p_mask, i_batch, i_kv_head, o_j, o_i, scale, stride_mask_row,
     stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
-    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr,
-    EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, JOINED: tl.constexpr, HAS_ROW: tl.constexpr,
+    HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_J: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Of every row within one block of keys, ``[BLOCK_I]``; 0 where it sees none."""
@@ -174,7 +174,13 @@ def _largest_logit(
     b_zero = tl.zeros([b_query.shape[0]], tl.float32)
     b_largest = tl.full([b_query.shape[0], BLOCK_J], float("-inf"), tl.float32)
     b_product = b_largest
-    for r in tl.static_range(M):
+    if JOINED:
+        b_logit = _joined_logit(
+            b_query, d_key, p_column, i_batch, i_kv_head, o_j, b_zero, scale, padded_keys,
+            HAS_COLUMN, PRECISION, BLOCK_J, D,
+        )  # fmt: skip
+        b_largest = tl.max(b_logit.reshape(b_query.shape[0], 2, BLOCK_J), 1)
+    for r in tl.static_range(0 if JOINED else M):
         if r == 0 or not SHARED:
             i_key_head = i_kv_head if SHARED else i_kv_head * M + r
             b_key = load_tile(d_key, i_batch, i_key_head, o_j, BLOCK_J, D)
@@ -197,12 +203,27 @@ def _largest_logit(
 
 
 @triton.jit
+def _joined_logit(
+    b_query, d_key, p_column, i_batch, i_kv_head, o_j, b_reference, scale, padded_keys,
+    HAS_COLUMN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """The logits of two projected components side by side, ``[BLOCK_I, 2 * BLOCK_J]``: one copy, one product."""
+    b_key = d_key.load([i_batch, 2 * i_kv_head, o_j, 0]).reshape(2 * BLOCK_J, D)
+    b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
+    b_bias = -b_reference[:, None]
+    if HAS_COLUMN:
+        o_both = tl.arange(0, 2 * BLOCK_J)
+        b_bias += tl.load(p_column + o_both // BLOCK_J * padded_keys + o_j + o_both % BLOCK_J)[None, :]
+    return b_product * scale + b_bias
+
+
+@triton.jit
 def _attend(
     b_out, b_sum, b_reference, b_query, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho, p_scale, p_mask,
     p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row, stride_mask_column, causal_offset,
     num_queries, num_keys, padded_queries, padded_keys,
-    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, HARD: tl.constexpr, HAS_ROW: tl.constexpr,
-    HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
+    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, JOINED: tl.constexpr, HARD: tl.constexpr,
+    HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Add one block of keys, weighed against the fixed reference."""
@@ -226,6 +247,15 @@ def _attend(
                 padded_queries, HAS_ROW, HAS_COLUMN, True,
             ))  # fmt: skip
         b_weight = tl.math.exp2(b_product * scale + b_bias)
+    elif JOINED:
+        b_logit = _joined_logit(
+            b_query, d_key, p_column, i_batch, i_kv_head, o_j, b_reference, scale, padded_keys,
+            HAS_COLUMN, PRECISION, BLOCK_J, D,
+        )  # fmt: skip
+        if HARD:
+            b_weight = tl.math.exp2(tl.max(b_logit.reshape(b_query.shape[0], 2, BLOCK_J), 1))
+        else:
+            b_weight = tl.sum(tl.math.exp2(b_logit).reshape(b_query.shape[0], 2, BLOCK_J), 1)
     else:
         b_weight = tl.zeros([b_query.shape[0], BLOCK_J], tl.float32)
         b_product = b_weight

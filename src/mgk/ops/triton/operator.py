@@ -98,6 +98,8 @@ class _Call:
             "DROPOUT": seed is not None,
             "PRECISION": "ieee",
         }
+        # Two projected keys of one variance are copied and multiplied side by side.
+        self.joined = not shared and self.components == 2 and not self.has_row
         self.threshold, self.keep_scale = round(dropout_p * 2**32), 1.0 / (1.0 - dropout_p)
         self.mask_strides = (0, 0, 0, 0)
         if attn_mask is not None:
@@ -117,30 +119,30 @@ class _Call:
                 *self.key.stride()[:3], self.kv_heads, self.heads // self.kv_heads, self.width,
                 HAS_FIRST=self.key_range is not None, D=block_d, num_warps=1,
             )  # fmt: skip
+        if not (self.has_row or self.has_column):
+            return
+        row_programs = column_programs = 0
         if self.has_row:
             self.row = self._new(self.batch, self.heads, self.components, self.padded_queries)
             self.alpha = self._new(self.batch, self.heads, self.padded_queries) if self.factored else None
-            blocks = self.padded_queries // rows
-            preparation.row_terms[(self.batch * self.heads * blocks,)](
-                descriptor(self.query, rows), self.shift, self.scales, self.origin, self.row, self.alpha, self.scale,
-                self.limits.ratio, self.heads, self.heads // self.kv_heads, self.padded_queries, blocks, self.width,
-                M=self.components, FACTORED=self.factored, HAS_SHIFT=self.shift is not None, HAS_NORM=self.has_norm,
-                HAS_ORIGIN=self.origin is not None, EQUAL=self.scales is None, BLOCK_I=rows, D=block_d,
-            )  # fmt: skip
+            row_programs = self.batch * self.heads * self.padded_queries // rows
         if self.has_column:
-            prior = self.log_prior
-            prior_strides = (0, 0, 0) if prior is None else (*prior.stride()[:2], prior.stride(2) * (prior.shape[2] > 1))
             self.column = self._new(self.batch, self.kv_heads, self.components, self.padded_keys)
             self.rho = self._new(self.batch, self.kv_heads, self.padded_keys) if self.factored else None
-            blocks = self.padded_keys // rows
-            preparation.column_terms[(self.batch * self.kv_heads * blocks,)](
-                descriptor(self.key, rows), self.shift, prior, self.scales, self.origin,
-                None if key_mask is None else key_mask.contiguous(), self.column, self.rho, *prior_strides, self.scale,
-                self.limits.ratio, self.kv_heads, self.keys, self.padded_keys, blocks, self.width,
-                M=self.components, SHARED=self.options["SHARED"], FACTORED=self.factored, GAUSSIAN=self.gaussian,
-                HAS_SHIFT=self.shift is not None, HAS_PRIOR=prior is not None, HAS_ORIGIN=self.origin is not None,
-                HAS_KEY_MASK=key_mask is not None, EQUAL=self.scales is None, BLOCK_J=rows, D=block_d,
-            )  # fmt: skip
+            column_programs = self.batch * self.kv_heads * self.padded_keys // rows
+        prior, prior_strides = self.log_prior, (0, 0, 0)
+        if prior is not None:
+            prior_strides = (prior.stride(0), prior.stride(1), prior.stride(2) if prior.shape[2] > 1 else 0)
+        preparation.logit_terms[(row_programs + column_programs,)](
+            descriptor(self.query, rows), descriptor(self.key, rows), self.shift, prior, self.scales, self.origin,
+            None if key_mask is None else key_mask.contiguous(), self.row, self.alpha, self.column, self.rho,
+            *prior_strides, self.scale, self.limits.ratio, self.heads, self.heads // self.kv_heads, self.keys,
+            self.padded_queries, self.padded_keys, row_programs, self.width, M=self.components,
+            SHARED=self.options["SHARED"], FACTORED=self.factored, GAUSSIAN=self.gaussian,
+            HAS_SHIFT=self.shift is not None, HAS_PRIOR=prior is not None, HAS_NORM=self.has_norm,
+            HAS_ORIGIN=self.origin is not None, HAS_KEY_MASK=key_mask is not None, HAS_ROW=self.has_row,
+            HAS_COLUMN=self.has_column, EQUAL=self.scales is None, BLOCK=rows, D=block_d,
+        )  # fmt: skip
 
     def _new(self, *shape: int) -> Tensor:
         return self.query.new_empty(shape, dtype=torch.float32)
@@ -196,8 +198,8 @@ def aligned(tensor: Tensor) -> Tensor:
     return F.pad(tensor, (0, missing)) if missing else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """Blocks of ``rows`` tokens of one head of ``[B, H, N, D]``."""
+def descriptor(tensor: Tensor, rows: int, heads: int = 1) -> TensorDescriptor:
+    """Blocks of ``rows`` tokens of one head, or of some neighbouring ones, of ``[B, H, N, D]``."""
     dense = [0, 0, 0, 1]
     for axis in (2, 1, 0):
         dense[axis] = dense[axis + 1] * tensor.shape[axis + 1]
@@ -207,7 +209,7 @@ def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
         stride if size > 1 or axis == 3 else max(step, -(-dense[axis] // step) * step)
         for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
     ]
-    return TensorDescriptor(tensor, list(tensor.shape), strides, [1, 1, rows, block_width(tensor.shape[-1])])
+    return TensorDescriptor(tensor, list(tensor.shape), strides, [1, heads, rows, block_width(tensor.shape[-1])])
 
 
 def valid_range(mask: Tensor | None, batch: int, length: int, like: Tensor) -> Tensor:
@@ -272,18 +274,18 @@ def fused_attention(
         sizes = (call.heads, call.heads // call.kv_heads, call.queries, call.keys, call.padded_queries, call.padded_keys)
         scalars = (call.scale, call.threshold, call.keep_scale)
 
-        def tensors(tile: tuning.Tile) -> tuple[TensorDescriptor, ...]:
+        def tensors(tile: tuning.Tile, heads: int = 1) -> tuple[TensorDescriptor, ...]:
             return (
-                descriptor(call.query, tile.rows), descriptor(call.key, tile.columns),
+                descriptor(call.query, tile.rows), descriptor(call.key, tile.columns, heads),
                 descriptor(values, tile.columns), descriptor(out, tile.rows),
             )  # fmt: skip
 
         def run(tile: tuning.Tile) -> None:
             blocks = triton.cdiv(call.queries, tile.rows)
             forward.attention_forward[(blocks * call.batch * call.heads,)](
-                *tensors(tile), call.row, call.column, call.alpha, call.rho, call.scales, normaliser, *masks, *scalars,
-                *sizes, blocks, *call.limits[1:], **call.options, BLOCK_I=tile.rows, BLOCK_J=tile.columns, **widths,
-                num_warps=tile.warps, num_stages=tile.stages,
+                *tensors(tile, 2 if call.joined else 1), call.row, call.column, call.alpha, call.rho, call.scales,
+                normaliser, *masks, *scalars, *sizes, blocks, *call.limits[1:], **call.options, JOINED=call.joined, BLOCK_I=tile.rows, BLOCK_J=tile.columns, **widths,
+                **tile.settings(),
             )  # fmt: skip
 
         call.launch("forward", run)
@@ -292,7 +294,7 @@ def fused_attention(
         exact = {name: option for name, option in call.options.items() if name != "FACTORED"}
         forward.attention_repair[(blocks * call.batch * call.heads,)](
             *tensors(tile), call.row, call.column, call.scales, normaliser, *masks, *scalars, *sizes, blocks, **exact,
-            BLOCK_I=tile.rows, BLOCK_J=tile.columns, **widths, num_warps=tile.warps, num_stages=tile.stages,
+            BLOCK_I=tile.rows, BLOCK_J=tile.columns, **widths, **tile.settings(),
         )  # fmt: skip
     return out if out.shape[-1] == value.shape[-1] else out[..., : value.shape[-1]].clone(), normaliser
 
@@ -360,8 +362,7 @@ def fused_attention_backward(
                 descriptor(grad_key, tile.columns), descriptor(grad_value, tile.columns), call.row, call.column,
                 call.alpha, call.rho, call.scales, call.shift, reference, delta, wide, grad_column, grad_scales,
                 key_shares, *masks, *scalars, *sizes, blocks, 0 if key_shares is None else key_shares.shape[3],
-                call.width, **options, WIDE=is_wide, BLOCK_I=tile.rows, BLOCK_J=tile.columns, num_warps=tile.warps,
-                num_stages=tile.stages,
+                call.width, **options, WIDE=is_wide, BLOCK_I=tile.rows, BLOCK_J=tile.columns, **tile.settings(),
             )  # fmt: skip
 
         def run_query(tile: tuning.Tile, is_wide: bool = False) -> None:
@@ -372,7 +373,7 @@ def fused_attention_backward(
                 call.row, call.column, call.alpha, call.rho, call.scales, reference, delta, grad_normaliser, wide,
                 call.shift, grad_row, query_shares, *masks, *scalars, *sizes, blocks,
                 0 if query_shares is None else query_shares.shape[3], call.width, **options, WIDE=is_wide,
-                BLOCK_I=tile.rows, BLOCK_J=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
+                BLOCK_I=tile.rows, BLOCK_J=tile.columns, **tile.settings(),
             )  # fmt: skip
 
         call.launch("key_value", run_key_value)
@@ -463,8 +464,7 @@ def fused_responsibilities(
             sums, attn_mask, None if query_mask is None else query_mask.contiguous(), *call.mask_strides, call.scale,
             call.heads, call.heads // call.kv_heads, call.queries, call.keys, call.padded_queries, call.padded_keys,
             blocks, **{name: call.options[name] for name in names}, HAS_QUERY_MASK=query_mask is not None,
-            BLOCK_I=tile.rows, BLOCK_J=tile.columns, D=block_width(call.query.shape[-1]), num_warps=tile.warps,
-            num_stages=tile.stages,
+            BLOCK_I=tile.rows, BLOCK_J=tile.columns, D=block_width(call.query.shape[-1]), **tile.settings(),
         )  # fmt: skip
     by_head = sums.view(call.batch, call.kv_heads, -1, 8)[..., : call.components]
     return by_head.sum(dim=(0, 2), dtype=torch.float64).float()

@@ -39,16 +39,43 @@ def find_origin(
 
 
 @triton.jit
-def column_terms(
-    d_key, p_shift, p_prior, p_scale, p_origin, p_key_mask, p_column, p_rho, stride_prior_head, stride_prior_component,
-    stride_prior_token, scale, limit, num_kv_heads, num_keys, padded_keys, num_blocks, width,
+def logit_terms(
+    d_query, d_key, p_shift, p_prior, p_scale, p_origin, p_key_mask, p_row, p_alpha, p_column, p_rho,
+    stride_prior_head, stride_prior_component, stride_prior_token, scale, limit, num_heads, group_size, num_keys,
+    padded_queries, padded_keys, num_row_programs, width,
+    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, GAUSSIAN: tl.constexpr, HAS_SHIFT: tl.constexpr,
+    HAS_PRIOR: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """The first programs make rows, the others columns: one launch, since both wait for memory."""
+    i_program = tl.program_id(0)
+    if i_program < num_row_programs:
+        if HAS_ROW:
+            _row_terms(
+                d_query, p_shift, p_scale, p_origin, p_row, p_alpha, i_program, scale, limit, num_heads, group_size,
+                padded_queries, padded_queries // BLOCK, width,
+                M, FACTORED, HAS_SHIFT, HAS_NORM, HAS_ORIGIN, EQUAL, BLOCK, D,
+            )  # fmt: skip
+    elif HAS_COLUMN:
+        _column_terms(
+            d_key, p_shift, p_prior, p_scale, p_origin, p_key_mask, p_column, p_rho, i_program - num_row_programs,
+            stride_prior_head, stride_prior_component, stride_prior_token, scale, limit, num_heads // group_size,
+            num_keys, padded_keys, padded_keys // BLOCK, width,
+            M, SHARED, FACTORED, GAUSSIAN, HAS_SHIFT, HAS_PRIOR, HAS_ORIGIN, HAS_KEY_MASK, EQUAL, BLOCK, D,
+        )  # fmt: skip
+
+
+@triton.jit
+def _column_terms(
+    d_key, p_shift, p_prior, p_scale, p_origin, p_key_mask, p_column, p_rho, i_program, stride_prior_head,
+    stride_prior_component, stride_prior_token, scale, limit, num_kv_heads, num_keys, padded_keys, num_blocks, width,
     M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, GAUSSIAN: tl.constexpr, HAS_SHIFT: tl.constexpr,
     HAS_PRIOR: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_KEY_MASK: tl.constexpr, EQUAL: tl.constexpr,
     BLOCK_J: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """``column [B, Hkv, M, padded]``, -inf at masked keys and beyond the end, and ``rho`` of a factored pair."""
-    i_block = tl.program_id(0) % num_blocks
-    i_kv = tl.program_id(0) // num_blocks
+    i_block = i_program % num_blocks
+    i_kv = i_program // num_blocks
     i_batch = i_kv // num_kv_heads
     i_kv_head = i_kv % num_kv_heads
     o_first = i_block * BLOCK_J
@@ -93,15 +120,15 @@ def column_terms(
 
 
 @triton.jit
-def row_terms(
-    d_query, p_shift, p_scale, p_origin, p_row, p_alpha, scale, limit, num_heads, group_size, padded_queries,
-    num_blocks, width,
+def _row_terms(
+    d_query, p_shift, p_scale, p_origin, p_row, p_alpha, i_program, scale, limit, num_heads, group_size,
+    padded_queries, num_blocks, width,
     M: tl.constexpr, FACTORED: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_ORIGIN: tl.constexpr, EQUAL: tl.constexpr, BLOCK_I: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """``row [B, H, M, padded]`` and ``alpha`` of a factored pair."""
-    i_block = tl.program_id(0) % num_blocks
-    i_head = tl.program_id(0) // num_blocks
+    i_block = i_program % num_blocks
+    i_head = i_program // num_blocks
     i_batch = i_head // num_heads
     i_query_head = i_head % num_heads
     i_kv_head = i_query_head // group_size

@@ -24,6 +24,12 @@ class Tile(NamedTuple):
     """keys in a block"""
     warps: int
     stages: int
+    registers: int | None = None
+    """most registers of a thread; fewer let more programs share a multiprocessor"""
+
+    def settings(self) -> dict[str, int | None]:
+        """What Triton calls them."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
 class Kernel(NamedTuple):
@@ -47,21 +53,21 @@ INTERPRETED = Tile(16, 16, 4, 1)
 
 # Half precision on Hopper, by (kernel, width, one product or several), measured on an H200.
 HOPPER: dict[tuple[str, int, bool], Tile] = {
-    ("forward", 16, True): Tile(64, 128, 4, 3),
-    ("forward", 32, True): Tile(64, 128, 4, 3),
+    ("forward", 16, True): Tile(64, 128, 4, 3, 128),
+    ("forward", 32, True): Tile(64, 128, 4, 3, 128),
     ("forward", 64, True): Tile(64, 128, 4, 2),
-    ("forward", 128, True): Tile(64, 64, 4, 2),
+    ("forward", 128, True): Tile(128, 64, 8, 2, 128),
     ("forward", 16, False): Tile(64, 64, 4, 3),
     ("forward", 32, False): Tile(64, 64, 4, 3),
     ("forward", 64, False): Tile(128, 64, 4, 2),
     ("forward", 128, False): Tile(64, 64, 4, 2),
-    ("key_value", 16, True): Tile(64, 64, 4, 3),
-    ("key_value", 32, True): Tile(64, 64, 4, 3),
-    ("key_value", 64, True): Tile(64, 64, 4, 2),
+    ("key_value", 16, True): Tile(64, 64, 4, 2, 168),
+    ("key_value", 32, True): Tile(64, 64, 4, 2, 168),
+    ("key_value", 64, True): Tile(64, 64, 4, 2, 168),
     ("key_value", 128, True): Tile(64, 64, 4, 2),
-    ("query", 16, True): Tile(64, 64, 4, 3),
-    ("query", 32, True): Tile(64, 64, 4, 3),
-    ("query", 64, True): Tile(64, 64, 4, 2),
+    ("query", 16, True): Tile(64, 64, 4, 2, 128),
+    ("query", 32, True): Tile(64, 64, 4, 2, 128),
+    ("query", 64, True): Tile(64, 64, 4, 2, 128),
     ("query", 128, True): Tile(64, 64, 4, 2),
 }
 
