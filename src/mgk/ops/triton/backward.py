@@ -8,8 +8,9 @@ With w_ijr = exp(logit_ijr - normaliser_i), dW_ij = dO_i . v_j and delta_i = dO_
     dv_j  = sum_ir w_ijr dO_i                    dscale_jr  = sum_i dlogit_ijr q_i . k_jr
 
 Every sum is taken by one program in a fixed order, so that gradients are the same bits each time. The price is that
-both kernels compute the logits again. Heads in which the two components of a factored pair lie too far apart to be
-factored are left to a second launch (``WIDE``), with one exponential for each component.
+both kernels compute the logits again. ``PAIRED`` are two shifted keys of one variance, which share a product and the
+gradient of a key. Heads in which the two lie too far apart to be factored are left to a second launch (``WIDE``), with
+one exponential for each component.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def attention_backward_key_value(
     p_query_range, p_row_key, p_column_key, stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column, scale, natural_scale,
     threshold, keep_scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks,
     num_partials, width,
-    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, WIDE: tl.constexpr, HARD: tl.constexpr,
+    M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, WIDE: tl.constexpr, HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_RANGE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, GAUSSIAN: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
@@ -68,7 +69,7 @@ def attention_backward_key_value(
     o_j = o_first + tl.arange(0, BLOCK_J)
     o_d = tl.arange(0, D)
     causal_offset = num_keys - num_queries
-    if FACTORED:
+    if PAIRED and not HARD:
         if (tl.load(p_wide + i_kv) != 0) != WIDE:
             return
 
@@ -96,7 +97,7 @@ def attention_backward_key_value(
         p_scale += i_kv_head * M
     b_value = load_tile(d_value, i_batch, i_kv_head, o_first, BLOCK_J, DV)
     b_rho = tl.zeros([BLOCK_J], tl.float32)
-    if FACTORED:
+    if PAIRED and not HARD:
         b_rho = tl.load(p_rho + i_kv.to(tl.int64) * padded_keys + o_j)
     b_column_key = tl.zeros([BLOCK_J], tl.int32)
     if DROPOUT:
@@ -104,7 +105,7 @@ def attention_backward_key_value(
     b_grad_value = tl.zeros([BLOCK_J, DV], tl.float32)
 
     # The factored pair shares one key gradient; otherwise one component after the other.
-    for r in range(1 if FACTORED else M):
+    for r in range(1 if PAIRED else M):
         b_key = load_tile(d_key, i_batch, i_kv_head if SHARED else i_kv_head * M + r, o_first, BLOCK_J, D)
         b_column = tl.zeros([BLOCK_J], tl.float32)
         if HAS_COLUMN:
@@ -122,7 +123,7 @@ def attention_backward_key_value(
             if HAS_MASK:
                 p_head_mask = p_mask + i_batch.to(tl.int64) * stride_mask_batch + i_query_head * stride_mask_head
             p_head_alpha = p_alpha
-            if FACTORED:
+            if PAIRED and not HARD:
                 p_head_alpha = p_alpha + i_head * padded_queries
             p_head_key = p_row_key
             if DROPOUT:
@@ -136,7 +137,7 @@ def attention_backward_key_value(
                         i_query_head, i_kv_head, r, o_i, o_first, o_j, scale, threshold, keep_scale,
                         stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys, padded_queries,
                         padded_keys,
-                        M, SHARED, FACTORED, WIDE, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, DROPOUT,
+                        M, SHARED, PAIRED, WIDE, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, DROPOUT,
                         PRECISION, BLOCK_I, BLOCK_J, D, DV,
                     )  # fmt: skip
             for o_i in tl.range(first_full, end_query, BLOCK_I):
@@ -146,7 +147,7 @@ def attention_backward_key_value(
                     padded_queries, p_delta + i_head * padded_queries, p_head_mask, p_head_key, i_batch,
                     i_query_head, i_kv_head, r, o_i, o_first, o_j, scale, threshold, keep_scale, stride_mask_row,
                     stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
-                    M, SHARED, FACTORED, WIDE, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, DROPOUT,
+                    M, SHARED, PAIRED, WIDE, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, DROPOUT,
                     PRECISION, BLOCK_I, BLOCK_J, D, DV,
                 )  # fmt: skip
 
@@ -160,13 +161,13 @@ def attention_backward_key_value(
             tl.store(p_grad_scale + o_column, b_grad_scale, mask=o_j < num_keys)
         if GAUSSIAN:
             # The column holds -|k_j + shift_r|^2 / 2, times the scale.
-            b_grad_key -= (b_both_sum if FACTORED else b_sum)[:, None] * b_key.to(tl.float32)
+            b_grad_key -= (b_both_sum if PAIRED else b_sum)[:, None] * b_key.to(tl.float32)
         if GAUSSIAN and HAS_SHIFT:
             p_partial = p_shift_partial + ((i_kv.to(tl.int64) * M + r) * num_partials + i_block) * D
             b_shift = tl.load(p_shift + (i_kv_head * M + r) * width + o_d, mask=o_d < width, other=0.0)
             b_grad_key -= b_sum[:, None] * b_shift[None, :]
             tl.store(p_partial + o_d, tl.sum(b_sum[:, None] * b_key.to(tl.float32), 0))
-        if FACTORED:
+        if PAIRED:
             b_second = b_both_sum - b_sum
             tl.store(p_grad_column + o_column + num_keys, b_second, mask=o_j < num_keys)
             if GAUSSIAN:
@@ -174,7 +175,7 @@ def attention_backward_key_value(
                 b_grad_key -= b_second[:, None] * b_shift[None, :]
                 p_partial = p_shift_partial + ((i_kv.to(tl.int64) * M + 1) * num_partials + i_block) * D
                 tl.store(p_partial + o_d, tl.sum(b_second[:, None] * b_key.to(tl.float32), 0))
-        i_out_head = i_kv_head if FACTORED else i_kv_head * M + r
+        i_out_head = i_kv_head if PAIRED else i_kv_head * M + r
         d_grad_key.store(
             [i_batch, i_out_head, o_first, 0], (b_grad_key * b_natural).to(b_key.dtype).reshape(1, 1, BLOCK_J, D)
         )
@@ -189,7 +190,7 @@ def _gather_key_value(
     p_row, p_column, p_alpha, p_scale, p_reference, p_delta, p_mask, p_row_key, i_batch, i_query_head, i_kv_head,
     i_component, o_first_row, o_first_column, o_j, scale, threshold, keep_scale, stride_mask_row, stride_mask_column,
     causal_offset, num_queries, num_keys, padded_queries, padded_keys,
-    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, WIDE: tl.constexpr, HARD: tl.constexpr,
+    M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, WIDE: tl.constexpr, HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -204,25 +205,35 @@ def _gather_key_value(
     b_grad_weight = tl.dot(b_value, b_grad_out.T, input_precision=PRECISION)
     b_scale = scale if EQUAL else tl.load(p_scale + i_component)
     b_row = -b_reference
-    if HAS_ROW and not FACTORED:
+    if HAS_ROW and (HARD or not PAIRED):
         b_row += tl.load(p_row + i_component * padded_queries + o_i)
     b_logit = b_product * b_scale + (b_row[None, :] + b_column[:, None])
-    if HARD and M > 1:
-        b_best = b_logit
-        for r in tl.static_range(M):
-            b_best = tl.maximum(b_best, _other_logit(
-                b_product, b_query, d_key, p_row, p_column, p_scale, b_reference, i_batch, i_kv_head, r,
-                o_first_column, o_i, o_j, scale, padded_queries, padded_keys,
-                M, SHARED, HAS_ROW, HAS_COLUMN, EQUAL, PRECISION, BLOCK_J, D,
-            ))  # fmt: skip
+    if PAIRED and HARD:
+        # Only the biases compete. A tie is shared evenly.
+        b_second_row = tl.load(p_row + padded_queries + o_i) - b_reference
+        b_second_bias = b_second_row[None, :] + tl.load(p_column + padded_keys + o_j)[:, None]
+        b_first_bias = b_row[None, :] + b_column[:, None]
+        b_share = tl.where(b_first_bias > b_second_bias, 1.0, tl.where(b_first_bias == b_second_bias, 0.5, 0.0))
+        b_weight = tl.math.exp2(b_product * b_scale + tl.maximum(b_first_bias, b_second_bias))
+    elif HARD and M == 2:
+        b_other = _other_logit(
+            b_product, b_query, d_key, p_row, p_column, p_scale, b_reference, i_batch, i_kv_head, 1 - i_component,
+            o_first_column, o_i, o_j, scale, padded_queries, padded_keys,
+            M, SHARED, HAS_ROW, HAS_COLUMN, EQUAL, PRECISION, BLOCK_J, D,
+        )  # fmt: skip
+        b_weight = tl.where(b_logit > b_other, 1.0, tl.where(b_logit == b_other, 0.5, 0.0)) * tl.math.exp2(b_logit)
+    elif HARD and M > 2:
+        b_best = tl.full([BLOCK_J, BLOCK_I], float("-inf"), tl.float32)
         b_ties = tl.zeros([BLOCK_J, BLOCK_I], tl.float32)
         for r in tl.static_range(M):
-            b_ties += (_other_logit(
+            b_other = _other_logit(
                 b_product, b_query, d_key, p_row, p_column, p_scale, b_reference, i_batch, i_kv_head, r,
                 o_first_column, o_i, o_j, scale, padded_queries, padded_keys,
                 M, SHARED, HAS_ROW, HAS_COLUMN, EQUAL, PRECISION, BLOCK_J, D,
-            ) == b_best).to(tl.float32)  # fmt: skip
-        b_weight = tl.where(b_logit == b_best, tl.math.exp2(b_logit) / tl.maximum(b_ties, 1.0), 0.0)
+            )  # fmt: skip
+            b_ties = tl.where(b_other > b_best, 1.0, b_ties + (b_other == b_best).to(tl.float32))
+            b_best = tl.maximum(b_best, b_other)
+        b_weight = tl.where(b_logit >= b_best, tl.math.exp2(b_logit) / b_ties, 0.0)
     else:
         b_weight = tl.math.exp2(b_logit)
     if CAUSAL or HAS_MASK:
@@ -232,7 +243,7 @@ def _gather_key_value(
         )  # fmt: skip
         b_weight = tl.where(b_seen, b_weight, 0.0)
     b_kept_weight = b_weight
-    if FACTORED:
+    if PAIRED and not HARD:
         if WIDE:
             b_difference = tl.load(p_row + padded_queries + o_i) - tl.load(p_row + o_i)
             b_step = tl.load(p_column + padded_keys + o_j)
@@ -250,9 +261,12 @@ def _gather_key_value(
         b_grad_weight = tl.where(b_kept, b_grad_weight * keep_scale, 0.0)
     b_grad_weight -= b_delta[None, :]
     b_grad_logit = b_weight * b_grad_weight
-    if FACTORED or HAS_COLUMN:
+    if PAIRED and HARD:
+        b_sum += tl.sum(b_grad_logit * b_share, 1)
+        b_both_sum += tl.sum(b_grad_logit, 1)
+    elif PAIRED or HAS_COLUMN:
         b_sum += tl.sum(b_grad_logit, 1)
-    if FACTORED:
+    if PAIRED and not HARD:
         if WIDE:
             b_grad_logit += b_other * b_grad_weight
         else:
@@ -289,7 +303,7 @@ def attention_backward_query(
     stride_mask_head, stride_mask_row, stride_mask_column, scale, natural_scale, threshold, keep_scale, num_heads,
     group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks,
     num_partials, width,
-    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, WIDE: tl.constexpr, HARD: tl.constexpr,
+    M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, WIDE: tl.constexpr, HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_RANGE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, GAUSSIAN: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
@@ -307,7 +321,7 @@ def attention_backward_query(
     o_first = i_block * BLOCK_I
     o_i = o_first + tl.arange(0, BLOCK_I)
     causal_offset = num_keys - num_queries
-    if FACTORED:
+    if PAIRED and not HARD:
         if (tl.load(p_wide + i_kv) != 0) != WIDE:
             return
 
@@ -320,7 +334,7 @@ def attention_backward_query(
     if not EQUAL:
         p_scale += i_kv_head * M
     b_alpha = tl.zeros([BLOCK_I], tl.float32)
-    if FACTORED:
+    if PAIRED and not HARD:
         p_rho += i_kv.to(tl.int64) * padded_keys
         b_alpha = tl.load(p_alpha + i_head.to(tl.int64) * padded_queries + o_i)
     b_row_key = tl.zeros([BLOCK_I], tl.int32)
@@ -336,14 +350,14 @@ def attention_backward_query(
     b_delta = tl.load(p_delta + i_head.to(tl.int64) * padded_queries + o_i)
     b_grad_query = tl.zeros([BLOCK_I, D], tl.float32)
     # One column for each component; the factored pair keeps the sum of its first component in a vector.
-    b_grad_row = tl.zeros([BLOCK_I], tl.float32) if FACTORED else tl.zeros([BLOCK_I, 8], tl.float32)
+    b_grad_row = tl.zeros([BLOCK_I], tl.float32) if PAIRED else tl.zeros([BLOCK_I, 8], tl.float32)
     for o_j in tl.range(first_key, end_full, BLOCK_J):
         b_grad_query, b_grad_row = _gather_query(
             b_grad_query, b_grad_row, b_query, b_grad_out, b_reference, b_delta, b_alpha, b_row_key, d_key,
             d_value, p_row, p_column, p_rho, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale,
             threshold, keep_scale, stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys,
             padded_queries, padded_keys,
-            M, SHARED, FACTORED, WIDE, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, DROPOUT, PRECISION,
+            M, SHARED, PAIRED, WIDE, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, DROPOUT, PRECISION,
             BLOCK_J, D, DV,
         )  # fmt: skip
     if CAUSAL:
@@ -353,13 +367,13 @@ def attention_backward_query(
                 d_value, p_row, p_column, p_rho, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i,
                 scale, threshold, keep_scale, stride_mask_row, stride_mask_column, causal_offset, num_queries,
                 num_keys, padded_queries, padded_keys,
-                M, SHARED, FACTORED, WIDE, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, DROPOUT, PRECISION,
+                M, SHARED, PAIRED, WIDE, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, DROPOUT, PRECISION,
                 BLOCK_J, D, DV,
             )  # fmt: skip
 
     m_i = o_i < num_queries
     o_d = tl.arange(0, D)
-    if FACTORED:
+    if PAIRED:
         # The logits of a row rise and fall together with its normaliser alone: what one component does not get, the
         # other does.
         b_empty = b_reference == float("inf")
@@ -400,7 +414,7 @@ def _gather_query(
     b_grad_query, b_grad_row, b_query, b_grad_out, b_reference, b_delta, b_alpha, b_row_key, d_key, d_value, p_row,
     p_column, p_rho, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_first, o_i, scale, threshold, keep_scale,
     stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
-    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, WIDE: tl.constexpr, HARD: tl.constexpr,
+    M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, WIDE: tl.constexpr, HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -422,15 +436,28 @@ def _gather_query(
         # Every gradient of a pair is a weight times this.
         b_grad_weight = tl.where(b_seen, b_grad_weight, 0.0)
 
-    if FACTORED:
+    if PAIRED:
         b_key = load_tile(d_key, i_batch, i_kv_head, o_first, BLOCK_J, D)
         b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
-        b_weight = tl.math.exp2(b_product * scale + (tl.load(p_column + o_j)[None, :] - b_reference[:, None]))
+        if HARD:
+            b_first_bias = component_bias(
+                p_row, p_column, 0, o_i, o_j, b_reference, padded_queries, HAS_ROW, HAS_COLUMN, True
+            )
+            b_second_bias = component_bias(
+                p_row, p_column + padded_keys, 1, o_i, o_j, b_reference, padded_queries, HAS_ROW, HAS_COLUMN, True
+            )
+            b_share = tl.where(b_first_bias > b_second_bias, 1.0, tl.where(b_first_bias == b_second_bias, 0.5, 0.0))
+            b_weight = tl.math.exp2(b_product * scale + tl.maximum(b_first_bias, b_second_bias))
+        else:
+            b_weight = tl.math.exp2(b_product * scale + (tl.load(p_column + o_j)[None, :] - b_reference[:, None]))
         if CAUSAL or HAS_MASK:
             # An unseen key may be infinitely likely: 0 times it must stay 0.
             b_weight = tl.where(b_seen, b_weight, 0.0)
         b_first = b_weight * b_grad_weight
-        if WIDE:
+        if HARD:
+            b_grad_logit = b_first
+            b_first = b_grad_logit * b_share
+        elif WIDE:
             b_difference = tl.load(p_row + padded_queries + o_i) - tl.load(p_row + o_i)
             b_step = tl.load(p_column + padded_keys + o_j)
             b_other = b_product * scale + ((b_difference - b_reference)[:, None] + b_step[None, :])
@@ -442,11 +469,38 @@ def _gather_query(
             b_grad_logit = b_first + b_first * (b_alpha[:, None] * tl.load(p_rho + o_j)[None, :])
         b_grad_query = tl.dot(b_grad_logit.to(b_key.dtype), b_key, b_grad_query, input_precision=PRECISION)
         b_grad_row += tl.sum(b_first, 1)
+    elif HARD and M == 2:
+        b_first_key = load_tile(d_key, i_batch, i_kv_head if SHARED else i_kv_head * M, o_first, BLOCK_J, D)
+        b_second_key = load_tile(d_key, i_batch, i_kv_head if SHARED else i_kv_head * M + 1, o_first, BLOCK_J, D)
+        b_first_scale = scale if EQUAL else tl.load(p_scale)
+        b_second_scale = scale if EQUAL else tl.load(p_scale + 1)
+        b_first = tl.dot(b_query, b_first_key.T, input_precision=PRECISION) * b_first_scale + component_bias(
+            p_row, p_column, 0, o_i, o_j, b_reference, padded_queries, HAS_ROW, HAS_COLUMN, True
+        )
+        b_second = tl.dot(b_query, b_second_key.T, input_precision=PRECISION) * b_second_scale + component_bias(
+            p_row, p_column + padded_keys if HAS_COLUMN else p_column, 1, o_i, o_j, b_reference, padded_queries,
+            HAS_ROW, HAS_COLUMN, True,
+        )  # fmt: skip
+        b_weight = tl.math.exp2(tl.maximum(b_first, b_second))
+        if CAUSAL or HAS_MASK:
+            b_weight = tl.where(b_seen, b_weight, 0.0)
+        b_grad_logit = b_weight * b_grad_weight
+        b_first = tl.where(b_first > b_second, 1.0, tl.where(b_first == b_second, 0.5, 0.0)) * b_grad_logit
+        b_second = b_grad_logit - b_first
+        if HAS_ROW:
+            o_r = tl.arange(0, 8)
+            b_grad_row += tl.where(o_r[None, :] == 0, tl.sum(b_first, 1)[:, None], 0.0)
+            b_grad_row += tl.where(o_r[None, :] == 1, tl.sum(b_second, 1)[:, None], 0.0)
+        if not EQUAL:
+            b_first *= b_first_scale * 0.6931471805599453
+            b_second *= b_second_scale * 0.6931471805599453
+        b_grad_query = tl.dot(b_first.to(b_first_key.dtype), b_first_key, b_grad_query, input_precision=PRECISION)
+        b_grad_query = tl.dot(b_second.to(b_first_key.dtype), b_second_key, b_grad_query, input_precision=PRECISION)
     else:
         o_r = tl.arange(0, 8)
         b_best = tl.full([b_query.shape[0], BLOCK_J], float("-inf"), tl.float32)
         b_ties = tl.zeros([b_query.shape[0], BLOCK_J], tl.float32)
-        if HARD and M > 1:
+        if HARD and M > 2:
             for r in tl.static_range(M):
                 b_key = load_tile(d_key, i_batch, i_kv_head if SHARED else i_kv_head * M + r, o_first, BLOCK_J, D)
                 b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
@@ -466,7 +520,7 @@ def _gather_query(
                 HAS_ROW, HAS_COLUMN, True,
             )  # fmt: skip
             b_weight = tl.math.exp2(b_logit)
-            if HARD and M > 1:
+            if HARD and M > 2:
                 b_weight = tl.where(b_logit == b_best, b_weight / b_ties, 0.0)
             if CAUSAL or HAS_MASK:
                 b_weight = tl.where(b_seen, b_weight, 0.0)

@@ -69,12 +69,14 @@ class _Call:
         self.log_prior, self.attn_mask, self.seed, self.gaussian = log_prior, attn_mask, seed, gaussian
 
         shared = shift is not None or self.components == 1
-        self.factored = shift is not None and self.components == 2 and not hard and scales is None
+        # Two shifted keys of one variance: one product, and softly one exponential.
+        self.paired = shift is not None and self.components == 2 and scales is None
+        self.factored = self.paired and not hard
         self.has_norm = gaussian and scales is not None and self.components > 1
         self.has_row = shift is not None or self.has_norm
         # Keys beyond the end are switched off by their column.
         self.has_column = (
-            gaussian or log_prior is not None or key_mask is not None or self.keys % PADDING != 0 or self.factored
+            gaussian or log_prior is not None or key_mask is not None or self.keys % PADDING != 0 or self.paired
         )
         self.key_range = self.query_range = None
         if key_mask is not None or query_mask is not None:
@@ -327,11 +329,13 @@ def fused_attention_backward(
         wide = call.wide()
         widths = {"D": block_width(call.query.shape[-1]), "DV": block_width(values.shape[-1])}
         options = {**call.options, **widths, "GAUSSIAN": gaussian, "HAS_SHIFT": shift is not None}
+        options["PAIRED"] = call.paired
+        del options["FACTORED"]
         masks = (attn_mask, call.key_range, call.query_range, call.row_key, call.column_key, *call.mask_strides)
         scalars = (call.scale, scale, call.threshold, call.keep_scale)
         sizes = (call.heads, call.heads // call.kv_heads, call.queries, call.keys, call.padded_queries, call.padded_keys)
 
-        one_gradient = call.factored or key.shape[2] == components
+        one_gradient = call.paired or key.shape[2] == components
         grad_key = (
             torch.empty_like(call.key)
             if one_gradient
