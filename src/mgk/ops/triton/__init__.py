@@ -105,11 +105,12 @@ def responsibility_sums(problem: MixtureProblem) -> Tensor:
 def _attend(problem: MixtureProblem, value: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     query, key = _operands(problem)
     scale, scales = _scale(problem)
-    return fused_attention(
+    out, normaliser, _ = fused_attention(
         query, key, value, problem.shift, problem.log_prior, scales, problem.attn_mask, problem.key_mask,
         problem.query_mask, seed, scale, problem.similarity == "gaussian", problem.is_causal,
         problem.assignment == "hard", problem.dropout_p,
     )  # fmt: skip
+    return out, normaliser
 
 
 def _operands(problem: MixtureProblem) -> tuple[Tensor, Tensor]:

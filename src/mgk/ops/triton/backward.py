@@ -18,21 +18,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.tiles import component_bias, is_kept, is_visible, load_tile, visible_keys
+from mgk.ops.triton.tiles import component_bias, is_kept, is_visible, load_rows, load_tile, visible_keys
 
 
 @triton.jit
 def attention_delta(
-    d_out, d_grad_out, p_normaliser, p_grad_normaliser, p_row, p_reference, p_delta, num_heads, num_queries,
-    padded_queries, num_blocks, M: tl.constexpr, FACTORED: tl.constexpr, BLOCK_I: tl.constexpr, DV: tl.constexpr,
+    p_out, p_grad_out, p_normaliser, p_grad_normaliser, p_row, p_reference, p_delta, stride_out_batch,
+    stride_out_head, stride_out_token, stride_grad_batch, stride_grad_head, stride_grad_token, num_heads, num_queries,
+    padded_queries, num_blocks, width, M: tl.constexpr, FACTORED: tl.constexpr, BLOCK_I: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """What the two kernels need of each row, padded: ``reference`` (in units of log 2) and ``delta``."""
     i_block = tl.program_id(0) % num_blocks
     i_head = tl.program_id(0) // num_blocks
     o_first = i_block * BLOCK_I
     o_i = o_first + tl.arange(0, BLOCK_I)
-    b_out = load_tile(d_out, i_head // num_heads, i_head % num_heads, o_first, BLOCK_I, DV).to(tl.float32)
-    b_grad = load_tile(d_grad_out, i_head // num_heads, i_head % num_heads, o_first, BLOCK_I, DV).to(tl.float32)
+    b_out = load_rows(
+        p_out, stride_out_batch, stride_out_head, stride_out_token, i_head // num_heads, i_head % num_heads, o_first,
+        num_queries, width, BLOCK_I, DV,
+    ).to(tl.float32)  # fmt: skip
+    b_grad = load_rows(
+        p_grad_out, stride_grad_batch, stride_grad_head, stride_grad_token, i_head // num_heads, i_head % num_heads,
+        o_first, num_queries, width, BLOCK_I, DV,
+    ).to(tl.float32)  # fmt: skip
     m_i = o_i < num_queries
     o_row = i_head.to(tl.int64) * num_queries + o_i
     b_delta = tl.sum(b_out * b_grad, 1) - tl.load(p_grad_normaliser + o_row, mask=m_i, other=0.0)

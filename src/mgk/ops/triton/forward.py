@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.tiles import component_bias, is_kept, is_visible, load_tile, visible_keys
+from mgk.ops.triton.tiles import component_bias, is_kept, is_visible, load_rows, load_tile, visible_keys
 
 
 @triton.jit
@@ -104,9 +104,12 @@ def attention_forward(
 
 @triton.jit
 def attention_repair(
-    d_query, d_key, d_value, d_out, p_row, p_column, p_scale, p_normaliser, p_mask, p_key_range, p_query_range,
-    p_row_key, p_column_key, stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column, scale, threshold,
-    keep_scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks,
+    p_query, p_key, p_value, p_out, p_row, p_column, p_scale, p_normaliser, p_mask, p_key_range, p_query_range,
+    p_row_key, p_column_key, stride_query_batch, stride_query_head, stride_query_token, stride_key_batch,
+    stride_key_head, stride_key_token, stride_value_batch, stride_value_head, stride_value_token, stride_out_batch,
+    stride_out_head, stride_out_token, stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column, scale,
+    threshold, keep_scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks, width,
+    value_width,
     M: tl.constexpr, SHARED: tl.constexpr, HARD: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr,
     EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
@@ -138,7 +141,10 @@ def attention_repair(
     first_key, end_full, end_key = visible_keys(
         p_key_range, p_query_range, i_batch, o_first, causal_offset, num_keys, CAUSAL, HAS_RANGE, BLOCK_I, BLOCK_J
     )
-    b_query = load_tile(d_query, i_batch, i_query_head, o_first, BLOCK_I, D)
+    b_query = load_rows(
+        p_query, stride_query_batch, stride_query_head, stride_query_token, i_batch, i_query_head, o_first,
+        num_queries, width, BLOCK_I, D,
+    )  # fmt: skip
     b_row_key = tl.zeros([BLOCK_I], tl.int32)
     if DROPOUT:
         b_row_key = tl.load(p_row_key + i_head.to(tl.int64) * padded_queries + o_i)
@@ -147,18 +153,21 @@ def attention_repair(
     b_maximum = tl.full([BLOCK_I], float("-inf"), tl.float32)
     for o_j in tl.range(first_key, end_key, BLOCK_J):
         b_out, b_sum, b_maximum = _attend_exactly(
-            b_out, b_sum, b_maximum, b_query, b_row_key, d_key, d_value, p_row, p_column, p_scale, p_mask,
-            p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row, stride_mask_column,
-            causal_offset, num_queries, num_keys, padded_queries, padded_keys,
+            b_out, b_sum, b_maximum, b_query, b_row_key, p_key, p_value, p_row, p_column, p_scale, p_mask,
+            p_column_key, i_batch, i_kv_head, o_j, o_i, stride_key_batch, stride_key_head, stride_key_token,
+            stride_value_batch, stride_value_head, stride_value_token, scale, threshold, stride_mask_row,
+            stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys, width, value_width,
             M, SHARED, HARD, HAS_ROW, HAS_COLUMN, EQUAL, CAUSAL, HAS_MASK, DROPOUT, PRECISION, BLOCK_J, D, DV,
         )  # fmt: skip
     b_exact = (b_maximum + tl.math.log2(b_sum)) * 0.6931471805599453
     b_exact = tl.where(b_sum == 0.0, float("-inf"), b_exact)
     tl.store(p_normaliser + o_i, b_exact, mask=(o_i < num_queries) & b_unsafe)
     b_out = b_out * (keep_scale / tl.where(b_sum == 0.0, 1.0, b_sum))[:, None]
-    b_before = load_tile(d_out, i_batch, i_query_head, o_first, BLOCK_I, DV)
-    b_out = tl.where(b_unsafe[:, None], b_out.to(b_before.dtype), b_before)
-    d_out.store([i_batch, i_query_head, o_first, 0], b_out.reshape(1, 1, BLOCK_I, DV))
+    o_d = tl.arange(0, DV)
+    p_out += i_batch.to(tl.int64) * stride_out_batch + i_query_head.to(tl.int64) * stride_out_head
+    p_out += o_i.to(tl.int64)[:, None] * stride_out_token + o_d[None, :]
+    m_out = ((o_i < num_queries) & b_unsafe)[:, None] & (o_d < value_width)[None, :]
+    tl.store(p_out, b_out.to(b_query.dtype), mask=m_out)
 
 
 @triton.jit
@@ -294,9 +303,10 @@ def _attend(
 
 @triton.jit
 def _attend_exactly(
-    b_out, b_sum, b_maximum, b_query, b_row_key, d_key, d_value, p_row, p_column, p_scale, p_mask, p_column_key,
-    i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row, stride_mask_column, causal_offset, num_queries,
-    num_keys, padded_queries, padded_keys,
+    b_out, b_sum, b_maximum, b_query, b_row_key, p_key, p_value, p_row, p_column, p_scale, p_mask, p_column_key,
+    i_batch, i_kv_head, o_j, o_i, stride_key_batch, stride_key_head, stride_key_token, stride_value_batch,
+    stride_value_head, stride_value_token, scale, threshold, stride_mask_row, stride_mask_column, causal_offset,
+    num_queries, num_keys, padded_queries, padded_keys, width, value_width,
     M: tl.constexpr, SHARED: tl.constexpr, HARD: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr,
     EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -304,7 +314,10 @@ def _attend_exactly(
     """Add one block of keys under a running maximum, one component after the other (hard: the best one alone)."""
     o_columns = o_j + tl.arange(0, BLOCK_J)
     b_zero = tl.zeros([b_query.shape[0]], tl.float32)
-    b_value = load_tile(d_value, i_batch, i_kv_head, o_j, BLOCK_J, DV)
+    b_value = load_rows(
+        p_value, stride_value_batch, stride_value_head, stride_value_token, i_batch, i_kv_head, o_j, num_keys,
+        value_width, BLOCK_J, DV,
+    )  # fmt: skip
     b_seen = is_visible(
         o_i[:, None], o_columns[None, :], p_mask, stride_mask_row, stride_mask_column, causal_offset, num_queries,
         num_keys, CAUSAL, HAS_MASK,
@@ -314,7 +327,10 @@ def _attend_exactly(
     for r in tl.static_range(M):
         if r == 0 or not SHARED:
             i_key_head = i_kv_head if SHARED else i_kv_head * M + r
-            b_key = load_tile(d_key, i_batch, i_key_head, o_j, BLOCK_J, D)
+            b_key = load_rows(
+                p_key, stride_key_batch, stride_key_head, stride_key_token, i_batch, i_key_head, o_j, num_keys, width,
+                BLOCK_J, D,
+            )  # fmt: skip
             b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
         b_scale = scale if EQUAL else tl.load(p_scale + r)
         b_logit = b_product * b_scale + component_bias(

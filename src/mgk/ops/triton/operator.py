@@ -18,13 +18,15 @@ from torch.utils.flop_counter import register_flop_formula
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mgk.ops.triton import backward, forward, preparation, statistics, tuning
+from mgk.ops.triton.launch import launch
 
 LOG2_E = math.log2(math.e)
 
 # Lengths of padded terms are a multiple of every block size, so that no load needs a mask.
 PADDING = 128
-# Threads of a small kernel work on this many numbers.
+# A small kernel works on this many numbers.
 BLOCK = 1024
+SMALL = tuning.Tile(0, 0, 4, 1)
 
 
 class Limits(NamedTuple):
@@ -46,29 +48,18 @@ LIMITS = {
 }
 
 
-class _Call:
-    """One call, prepared for the kernels: aligned tensors, row and column terms, masks, random numbers, options."""
+class TermsLayout:
+    """Which row and column terms a call has, and how much room they take: known from shapes alone."""
 
     def __init__(
-        self, query: Tensor, key: Tensor, value: Tensor | None, shift: Tensor | None, log_prior: Tensor | None,
-        scales: Tensor | None, attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None,
-        seed: Tensor | None, scale: float, gaussian: bool, is_causal: bool, hard: bool, dropout_p: float,
+        self, query: Tensor, key: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
+        key_mask: Tensor | None, gaussian: bool, hard: bool,
     ) -> None:  # fmt: skip
         self.batch, self.heads, self.queries, self.width = query.shape
         self.kv_heads, self.keys = key.shape[1], key.shape[3]
         self.components = key.shape[2] if shift is None else shift.shape[1]
-        self.query, self.key = aligned(query), aligned(key.flatten(1, 2))
-        self.value = None if value is None else aligned(value)
-        self.dtype, self.device = query.dtype, query.device
-        self.padded_queries = triton.cdiv(self.queries, PADDING) * PADDING
-        self.padded_keys = triton.cdiv(self.keys, PADDING) * PADDING
-        self.limits = LIMITS[query.dtype]
-        self.scale = scale * LOG2_E
-        self.scales = None if scales is None else (scales.float() * LOG2_E).contiguous()
-        self.shift = None if shift is None else shift.float().contiguous()
-        self.log_prior, self.attn_mask, self.seed, self.gaussian = log_prior, attn_mask, seed, gaussian
-
-        shared = shift is not None or self.components == 1
+        self.padded_queries = (self.queries + PADDING - 1) // PADDING * PADDING
+        self.padded_keys = (self.keys + PADDING - 1) // PADDING * PADDING
         # Two shifted keys of one variance: one product, and softly one exponential.
         self.paired = shift is not None and self.components == 2 and scales is None
         self.factored = self.paired and not hard
@@ -76,8 +67,45 @@ class _Call:
         self.has_row = shift is not None or self.has_norm
         # Keys beyond the end are switched off by their column.
         self.has_column = (
-            gaussian or log_prior is not None or key_mask is not None or self.keys % PADDING != 0 or self.paired
+            gaussian or log_prior is not None or key_mask is not None or self.paired or self.keys % PADDING != 0
         )
+        # Only half precision: in fp32 the data has been centred.
+        self.has_origin = shift is not None and gaussian and query.dtype != torch.float32
+        self.block_d = block_width(self.width)
+
+    def sizes(self) -> dict[str, int]:
+        """Numbers in each part of the buffer."""
+        rows, kv_heads = self.batch * self.heads * self.padded_queries, self.batch * self.kv_heads
+        return {
+            "row": rows * self.components if self.has_row else 0,
+            "alpha": rows if self.factored else 0,
+            "column": kv_heads * self.components * self.padded_keys if self.has_column else 0,
+            "rho": kv_heads * self.padded_keys if self.factored else 0,
+            "origin": kv_heads * self.block_d if self.has_origin else 0,
+            "wide": kv_heads if self.factored else 0,
+        }
+
+
+class _Call(TermsLayout):
+    """One call, prepared for the kernels: aligned tensors, row and column terms, masks, random numbers, options."""
+
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor | None, shift: Tensor | None, log_prior: Tensor | None,
+        scales: Tensor | None, attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None,
+        seed: Tensor | None, scale: float, gaussian: bool, is_causal: bool, hard: bool, dropout_p: float,
+        saved: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(query, key, shift, log_prior, scales, key_mask, gaussian, hard)
+        self.query, self.key = aligned(query), aligned(key.flatten(1, 2))
+        self.value = None if value is None else aligned(value)
+        self.dtype, self.device = query.dtype, query.device
+        self.limits = LIMITS[query.dtype]
+        self.scale = scale * LOG2_E
+        self.scales = None if scales is None else (scales.float() * LOG2_E).contiguous()
+        self.shift = None if shift is None else shift.float().contiguous()
+        self.log_prior, self.attn_mask, self.seed, self.gaussian = log_prior, attn_mask, seed, gaussian
+
+        shared = shift is not None or self.components == 1
         self.key_range = self.query_range = None
         if key_mask is not None or query_mask is not None:
             self.key_range = valid_range(key_mask, self.batch, self.keys, query)
@@ -107,43 +135,58 @@ class _Call:
         if attn_mask is not None:
             sizes = zip(attn_mask.shape, attn_mask.stride(), strict=True)
             self.mask_strides = tuple(0 if size == 1 else stride for size, stride in sizes)
-        self._prepare_terms(key_mask)
+        self._lay_out_terms(saved)
+        if saved is None:
+            self._prepare_terms(key_mask)
+
+    def _lay_out_terms(self, saved: Tensor | None) -> None:
+        """Name the parts of the one buffer that holds all terms, or ``saved``, which a forward pass has filled."""
+        sizes = self.sizes()
+        self.terms = self._new(sum(sizes.values())) if saved is None else saved
+        parts = dict(zip(sizes, self.terms.split(list(sizes.values())), strict=True))
+        self.row, self.alpha, self.column, self.rho, self.origin, self.wide = (
+            part if part.numel() else None for part in parts.values()
+        )
 
     def _prepare_terms(self, key_mask: Tensor | None) -> None:
-        block_d = block_width(self.query.shape[-1])
-        rows = min(64, 8192 // block_d) if not tuning.is_interpreted() else 16
-        self.origin = self.row = self.alpha = self.column = self.rho = None
-        # Only half precision: in fp32 the data has been centred.
-        if self.shift is not None and self.gaussian and self.dtype != torch.float32:
-            self.origin = self._new(self.batch, self.kv_heads, block_d)
-            preparation.find_origin[(self.batch * self.kv_heads,)](
-                self.query, self.key, self.origin, self.query_range, self.key_range, *self.query.stride()[:3],
-                *self.key.stride()[:3], self.kv_heads, self.heads // self.kv_heads, self.width,
-                HAS_FIRST=self.key_range is not None, D=block_d, num_warps=1,
-            )  # fmt: skip
         if not (self.has_row or self.has_column):
             return
-        row_programs = column_programs = 0
-        if self.has_row:
-            self.row = self._new(self.batch, self.heads, self.components, self.padded_queries)
-            self.alpha = self._new(self.batch, self.heads, self.padded_queries) if self.factored else None
-            row_programs = self.batch * self.heads * self.padded_queries // rows
-        if self.has_column:
-            self.column = self._new(self.batch, self.kv_heads, self.components, self.padded_keys)
-            self.rho = self._new(self.batch, self.kv_heads, self.padded_keys) if self.factored else None
-            column_programs = self.batch * self.kv_heads * self.padded_keys // rows
+        if self.wide is not None:
+            self.wide.zero_()
+        rows = 16 if tuning.is_interpreted() else max(8, min(64, 4096 // self.block_d))
+        row_programs = self.batch * self.heads * self.padded_queries // rows if self.has_row else 0
+        column_programs = self.batch * self.kv_heads * self.padded_keys // rows if self.has_column else 0
         prior, prior_strides = self.log_prior, (0, 0, 0)
         if prior is not None:
             prior_strides = (prior.stride(0), prior.stride(1), prior.stride(2) if prior.shape[2] > 1 else 0)
-        preparation.logit_terms[(row_programs + column_programs,)](
-            descriptor(self.query, rows), descriptor(self.key, rows), self.shift, prior, self.scales, self.origin,
-            None if key_mask is None else key_mask.contiguous(), self.row, self.alpha, self.column, self.rho,
-            *prior_strides, self.scale, self.limits.ratio, self.heads, self.heads // self.kv_heads, self.keys,
-            self.padded_queries, self.padded_keys, row_programs, self.width, M=self.components,
-            SHARED=self.options["SHARED"], FACTORED=self.factored, GAUSSIAN=self.gaussian,
-            HAS_SHIFT=self.shift is not None, HAS_PRIOR=prior is not None, HAS_NORM=self.has_norm,
-            HAS_ORIGIN=self.origin is not None, HAS_KEY_MASK=key_mask is not None, HAS_ROW=self.has_row,
-            HAS_COLUMN=self.has_column, EQUAL=self.scales is None, BLOCK=rows, D=block_d,
+        launch(
+            preparation.logit_terms,
+            row_programs + column_programs,
+            (
+                self.query, self.key, self.shift, prior, self.scales, self.origin,
+                None if key_mask is None else key_mask.contiguous(), self.query_range, self.key_range, self.row,
+                self.alpha, self.column, self.rho, self.wide, *self.query.stride()[:3], *self.key.stride()[:3],
+                *prior_strides, self.scale, self.limits.ratio, self.heads, self.heads // self.kv_heads, self.queries,
+                self.keys, self.padded_queries, self.padded_keys, row_programs, self.width,
+            ),
+            {
+                "M": self.components,
+                "SHARED": self.options["SHARED"],
+                "FACTORED": self.factored,
+                "GAUSSIAN": self.gaussian,
+                "HAS_SHIFT": self.shift is not None,
+                "HAS_PRIOR": prior is not None,
+                "HAS_NORM": self.has_norm,
+                "HAS_ORIGIN": self.origin is not None,
+                "HAS_KEY_MASK": key_mask is not None,
+                "HAS_RANGE": self.key_range is not None,
+                "HAS_ROW": self.has_row,
+                "HAS_COLUMN": self.has_column,
+                "EQUAL": self.scales is None,
+                "BLOCK": rows,
+                "D": self.block_d,
+            },
+            SMALL,
         )  # fmt: skip
 
     def _new(self, *shape: int) -> Tensor:
@@ -151,16 +194,9 @@ class _Call:
 
     def _random_keys(self, count: int, stream: int) -> Tensor:
         keys = torch.empty(count, dtype=torch.int32, device=self.device)
-        preparation.random_keys[(triton.cdiv(count, BLOCK),)](self.seed, keys, count, stream, BLOCK)
+        arguments = (self.seed, keys, count, stream)
+        launch(preparation.random_keys, triton.cdiv(count, BLOCK), arguments, {"BLOCK": BLOCK}, SMALL)
         return keys
-
-    def wide(self) -> Tensor | None:
-        """Key/value heads ``[B * Hkv]`` in which some ratio cannot be trusted."""
-        if self.alpha is None or self.rho is None:
-            return None
-        rows = self.alpha.view(self.batch * self.kv_heads, -1).isnan().any(-1)
-        columns = self.rho.view(self.batch * self.kv_heads, -1).isnan().any(-1)
-        return (rows | columns).to(torch.int32)
 
     def tile(self, name: str) -> tuning.Tile:
         """Of the kernel called ``name``."""
@@ -174,7 +210,7 @@ class _Call:
             name, width, self.dtype.itemsize, products, bool(self.options["CAUSAL"]), self.attn_mask is not None
         )
 
-    def launch(self, name: str, run: Any) -> None:
+    def run(self, name: str, run: Any) -> None:
         """Run a kernel with the tile of the table, or of a trial if one is asked for."""
         tuning.tune(self.kernel(name), self.device, run)
         run(self.tile(name))
@@ -239,7 +275,7 @@ def fused_attention(
     query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
     attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None,
     scale: float, gaussian: bool, is_causal: bool, hard: bool, dropout_p: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Attention and its row normaliser, without the term in ``|q_i|^2`` where all variances agree.
 
     Args:
@@ -260,7 +296,7 @@ def fused_attention(
         dropout_p: probability of dropping a pair.
 
     Returns:
-        ``[B, H, Nq, Dv]`` and fp32 ``[B, H, Nq]``.
+        ``[B, H, Nq, Dv]``, fp32 ``[B, H, Nq]``, and what backward wants to know of rows and columns.
     """
     with _on_device(query):
         call = _Call(
@@ -276,43 +312,49 @@ def fused_attention(
         sizes = (call.heads, call.heads // call.kv_heads, call.queries, call.keys, call.padded_queries, call.padded_keys)
         scalars = (call.scale, call.threshold, call.keep_scale)
 
-        def tensors(tile: tuning.Tile, heads: int = 1) -> tuple[TensorDescriptor, ...]:
-            return (
-                descriptor(call.query, tile.rows), descriptor(call.key, tile.columns, heads),
-                descriptor(values, tile.columns), descriptor(out, tile.rows),
-            )  # fmt: skip
-
         def run(tile: tuning.Tile) -> None:
             blocks = triton.cdiv(call.queries, tile.rows)
-            forward.attention_forward[(blocks * call.batch * call.heads,)](
-                *tensors(tile, 2 if call.joined else 1), call.row, call.column, call.alpha, call.rho, call.scales,
-                normaliser, *masks, *scalars, *sizes, blocks, *call.limits[1:], **call.options, JOINED=call.joined, BLOCK_I=tile.rows, BLOCK_J=tile.columns, **widths,
-                **tile.settings(),
+            launch(
+                forward.attention_forward,
+                blocks * call.batch * call.heads,
+                (
+                    descriptor(call.query, tile.rows), descriptor(call.key, tile.columns, 2 if call.joined else 1),
+                    descriptor(values, tile.columns), descriptor(out, tile.rows), call.row, call.column, call.alpha,
+                    call.rho, call.scales, normaliser, *masks, *scalars, *sizes, blocks, *call.limits[1:],
+                ),
+                {**call.options, **widths, "JOINED": call.joined, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
+                tile,
             )  # fmt: skip
 
-        call.launch("forward", run)
+        call.run("forward", run)
         tile = call.tile("repair")
         blocks = triton.cdiv(call.queries, tile.rows)
-        exact = {name: option for name, option in call.options.items() if name != "FACTORED"}
-        forward.attention_repair[(blocks * call.batch * call.heads,)](
-            *tensors(tile), call.row, call.column, call.scales, normaliser, *masks, *scalars, *sizes, blocks, **exact,
-            BLOCK_I=tile.rows, BLOCK_J=tile.columns, **widths, **tile.settings(),
+        launch(
+            forward.attention_repair,
+            blocks * call.batch * call.heads,
+            (
+                call.query, call.key, values, out, call.row, call.column, call.scales, normaliser, *masks[:5],
+                *call.query.stride()[:3], *call.key.stride()[:3], *values.stride()[:3], *out.stride()[:3],
+                *call.mask_strides, *scalars, *sizes, blocks, call.width, value.shape[-1],
+            ),
+            {**call.options, **widths, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
+            tile,
         )  # fmt: skip
-    return out if out.shape[-1] == value.shape[-1] else out[..., : value.shape[-1]].clone(), normaliser
+    return out if out.shape[-1] == value.shape[-1] else out[..., : value.shape[-1]].clone(), normaliser, call.terms
 
 
 @torch.library.custom_op("mgk::fused_attention_backward", mutates_args=())
 def fused_attention_backward(
-    grad_out: Tensor, grad_normaliser: Tensor, out: Tensor, normaliser: Tensor, query: Tensor, key: Tensor,
-    value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None, attn_mask: Tensor | None,
-    key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, scale: float, gaussian: bool,
+    grad_out: Tensor, grad_normaliser: Tensor, out: Tensor, normaliser: Tensor, terms: Tensor, query: Tensor,
+    key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
+    attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, scale: float, gaussian: bool,
     is_causal: bool, hard: bool, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key, value, shift, log_prior and scales (the last three empty where there is no such input)."""
     with _on_device(query):
         call = _Call(
             query, key, value, shift, log_prior, scales, attn_mask, key_mask, query_mask, seed, scale, gaussian,
-            is_causal, hard, dropout_p,
+            is_causal, hard, dropout_p, terms,
         )  # fmt: skip
         assert call.value is not None
         values, components = call.value, call.components
@@ -321,16 +363,19 @@ def fused_attention_backward(
         delta = torch.empty_like(reference)
         rows = 16 if tuning.is_interpreted() else 64
         blocks = call.padded_queries // rows
-        backward.attention_delta[(blocks * call.batch * call.heads,)](
-            descriptor(out, rows), descriptor(grad_out, rows), normaliser, grad_normaliser, call.row, reference, delta,
-            call.heads, call.queries, call.padded_queries, blocks, components, call.factored, rows,
-            block_width(out.shape[-1]),
+        launch(
+            backward.attention_delta,
+            blocks * call.batch * call.heads,
+            (
+                out, grad_out, normaliser, grad_normaliser, call.row, reference, delta, *out.stride()[:3],
+                *grad_out.stride()[:3], call.heads, call.queries, call.padded_queries, blocks, value.shape[-1],
+            ),
+            {"M": components, "FACTORED": call.factored, "BLOCK_I": rows, "DV": block_width(out.shape[-1])},
+            SMALL,
         )  # fmt: skip
-        wide = call.wide()
         widths = {"D": block_width(call.query.shape[-1]), "DV": block_width(values.shape[-1])}
         options = {**call.options, **widths, "GAUSSIAN": gaussian, "HAS_SHIFT": shift is not None}
         options["PAIRED"] = call.paired
-        del options["FACTORED"]
         masks = (attn_mask, call.key_range, call.query_range, call.row_key, call.column_key, *call.mask_strides)
         scalars = (call.scale, scale, call.threshold, call.keep_scale)
         sizes = (call.heads, call.heads // call.kv_heads, call.queries, call.keys, call.padded_queries, call.padded_keys)
@@ -360,28 +405,39 @@ def fused_attention_backward(
 
         def run_key_value(tile: tuning.Tile, is_wide: bool = False) -> None:
             blocks = triton.cdiv(call.keys, tile.columns)
-            backward.attention_backward_key_value[(blocks * call.batch * call.kv_heads,)](
-                descriptor(call.query, tile.rows), descriptor(call.key, tile.columns),
-                descriptor(values, tile.columns), descriptor(grad_out, tile.rows),
-                descriptor(grad_key, tile.columns), descriptor(grad_value, tile.columns), call.row, call.column,
-                call.alpha, call.rho, call.scales, call.shift, reference, delta, wide, grad_column, grad_scales,
-                key_shares, *masks, *scalars, *sizes, blocks, 0 if key_shares is None else key_shares.shape[3],
-                call.width, **options, WIDE=is_wide, BLOCK_I=tile.rows, BLOCK_J=tile.columns, **tile.settings(),
+            launch(
+                backward.attention_backward_key_value,
+                blocks * call.batch * call.kv_heads,
+                (
+                    descriptor(call.query, tile.rows), descriptor(call.key, tile.columns),
+                    descriptor(values, tile.columns), descriptor(grad_out, tile.rows),
+                    descriptor(grad_key, tile.columns), descriptor(grad_value, tile.columns), call.row, call.column,
+                    call.alpha, call.rho, call.scales, call.shift, reference, delta, call.wide, grad_column,
+                    grad_scales, key_shares, *masks, *scalars, *sizes, blocks,
+                    0 if key_shares is None else key_shares.shape[3], call.width,
+                ),
+                {**options, "WIDE": is_wide, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
+                tile,
             )  # fmt: skip
 
         def run_query(tile: tuning.Tile, is_wide: bool = False) -> None:
             blocks = triton.cdiv(call.queries, tile.rows)
-            backward.attention_backward_query[(blocks * call.batch * call.heads,)](
-                descriptor(call.query, tile.rows), descriptor(call.key, tile.columns),
-                descriptor(values, tile.columns), descriptor(grad_out, tile.rows), descriptor(grad_query, tile.rows),
-                call.row, call.column, call.alpha, call.rho, call.scales, reference, delta, grad_normaliser, wide,
-                call.shift, grad_row, query_shares, *masks, *scalars, *sizes, blocks,
-                0 if query_shares is None else query_shares.shape[3], call.width, **options, WIDE=is_wide,
-                BLOCK_I=tile.rows, BLOCK_J=tile.columns, **tile.settings(),
+            launch(
+                backward.attention_backward_query,
+                blocks * call.batch * call.heads,
+                (
+                    descriptor(call.query, tile.rows), descriptor(call.key, tile.columns),
+                    descriptor(values, tile.columns), descriptor(grad_out, tile.rows),
+                    descriptor(grad_query, tile.rows), call.row, call.column, call.alpha, call.rho, call.scales,
+                    reference, delta, grad_normaliser, call.wide, call.shift, grad_row, query_shares, *masks, *scalars,
+                    *sizes, blocks, 0 if query_shares is None else query_shares.shape[3], call.width,
+                ),
+                {**options, "WIDE": is_wide, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
+                tile,
             )  # fmt: skip
 
-        call.launch("key_value", run_key_value)
-        call.launch("query", run_query)
+        call.run("key_value", run_key_value)
+        call.run("query", run_query)
 
     grad_key = grad_key.unflatten(1, (call.kv_heads, -1))
     if not one_gradient:
@@ -409,7 +465,8 @@ def _shift_gradient(
         grad = grad - key_shares.sum(3)[..., : call.width] - columns[..., None] * call.shift
         through_origin = through_origin - columns
     if call.origin is not None:
-        grad = grad - through_origin[..., None] * call.origin[:, :, None, : call.width]
+        origin = call.origin.view(call.batch, call.kv_heads, 1, call.block_d)[..., : call.width]
+        grad = grad - through_origin[..., None] * origin
     grad = grad.sum(0)
     return grad * (call.scale / LOG2_E if call.scales is None else call.scales[..., None] / LOG2_E)
 
@@ -427,24 +484,23 @@ def _scale_gradient(
     assert call.scales is not None
     grad = grad_products.sum(dim=(0, 3))
     if call.gaussian and call.column is not None and grad_column is not None:
-        column = call.column[..., : call.keys] / LOG2_E
+        column = call.column.view(call.batch, call.kv_heads, call.components, -1)[..., : call.keys] / LOG2_E
         if call.log_prior is not None:
             column = column - call.log_prior
         column = column.masked_fill(~column.isfinite(), 0.0)
         grad = grad + (grad_column * column).sum(dim=(0, 3)) * LOG2_E / call.scales
     if call.row is not None and grad_row is not None:
-        by_head = (grad_row * call.row[..., : call.queries]).sum(dim=(0, 3)) / LOG2_E
+        row = call.row.view(call.batch, call.heads, call.components, -1)[..., : call.queries]
+        by_head = (grad_row * row).sum(dim=(0, 3)) / LOG2_E
         grad = grad + by_head.unflatten(0, (call.kv_heads, -1)).sum(1) * LOG2_E / call.scales
     return grad
 
 
 def _trimmed(grad: Tensor, like: Tensor) -> Tensor:
     """Without the columns that alignment added, laid out as shape inference promises."""
-    return torch.empty_like(like).copy_(grad[..., : like.shape[-1]]) if grad.stride() != _strides(like) else grad
-
-
-def _strides(like: Tensor) -> tuple[int, ...]:
-    return torch.empty_like(like, device="meta").stride()
+    if grad.shape == like.shape and grad.stride() == torch.empty_like(like, device="meta").stride():
+        return grad
+    return torch.empty_like(like).copy_(grad[..., : like.shape[-1]])
 
 
 @torch.library.custom_op("mgk::fused_responsibilities", mutates_args=())
@@ -462,30 +518,46 @@ def fused_responsibilities(
         tile = call.tile("query")
         blocks = triton.cdiv(call.queries, tile.rows)
         sums = call._new(blocks * call.batch * call.heads, 8)
-        names = ("M", "SHARED", "HAS_ROW", "HAS_COLUMN", "EQUAL", "CAUSAL", "HAS_MASK", "PRECISION")
-        statistics.responsibilities[(sums.shape[0],)](
-            descriptor(call.query, tile.rows), descriptor(call.key, tile.columns), call.row, call.column, call.scales,
-            sums, attn_mask, None if query_mask is None else query_mask.contiguous(), *call.mask_strides, call.scale,
-            call.heads, call.heads // call.kv_heads, call.queries, call.keys, call.padded_queries, call.padded_keys,
-            blocks, **{name: call.options[name] for name in names}, HAS_QUERY_MASK=query_mask is not None,
-            BLOCK_I=tile.rows, BLOCK_J=tile.columns, D=block_width(call.query.shape[-1]), **tile.settings(),
+        launch(
+            statistics.responsibilities,
+            sums.shape[0],
+            (
+                descriptor(call.query, tile.rows), descriptor(call.key, tile.columns), call.row, call.column,
+                call.scales, sums, attn_mask, None if query_mask is None else query_mask.contiguous(),
+                *call.mask_strides, call.scale, call.heads, call.heads // call.kv_heads, call.queries, call.keys,
+                call.padded_queries, call.padded_keys, blocks,
+            ),
+            {
+                **call.options,
+                "HAS_QUERY_MASK": query_mask is not None,
+                "BLOCK_I": tile.rows,
+                "BLOCK_J": tile.columns,
+                "D": block_width(call.query.shape[-1]),
+            },
+            tile,
         )  # fmt: skip
     by_head = sums.view(call.batch, call.kv_heads, -1, 8)[..., : call.components]
     return by_head.sum(dim=(0, 2), dtype=torch.float64).float()
 
 
 @fused_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(
+    query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
+    attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None,
+    scale: float, gaussian: bool, is_causal: bool, hard: bool, dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     out = _by_token(query, query.shape[1], query.shape[2], value.shape[-1])
     if value.shape[-1] * value.element_size() % 16 != 0:
         out = out.contiguous()
-    return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
+    layout = TermsLayout(query, key, shift, log_prior, scales, key_mask, gaussian, hard)
+    terms = query.new_empty(sum(layout.sizes().values()), dtype=torch.float32)
+    return out, query.new_empty(query.shape[:-1], dtype=torch.float32), terms
 
 
 @fused_attention_backward.register_fake
 def _(
-    grad_out: Tensor, grad_normaliser: Tensor, out: Tensor, normaliser: Tensor, query: Tensor, key: Tensor,
-    value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None, *_: Any,
+    grad_out: Tensor, grad_normaliser: Tensor, out: Tensor, normaliser: Tensor, terms: Tensor, query: Tensor,
+    key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None, *_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     extra = [
         normaliser.new_empty(0) if tensor is None else normaliser.new_empty(tensor.shape)
@@ -499,15 +571,15 @@ def _(query: Tensor, key: Tensor, shift: Tensor | None, *_: Any) -> Tensor:
     return query.new_empty(key.shape[1], key.shape[2] if shift is None else shift.shape[1], dtype=torch.float32)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.save_for_backward(*output, *inputs[:10])
     ctx.options = inputs[10:]
 
 
-def _backward(ctx: Any, grad_out: Tensor, grad_normaliser: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_out: Tensor, grad_normaliser: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: activation checkpointing frees them as they are read
     grad_query, grad_key, grad_value, *extra = fused_attention_backward(grad_out, grad_normaliser, *saved, *ctx.options)
-    extra = [None if tensor is None else grad.to(tensor.dtype) for tensor, grad in zip(saved[5:8], extra, strict=True)]
+    extra = [None if tensor is None else grad.to(tensor.dtype) for tensor, grad in zip(saved[6:9], extra, strict=True)]
     return grad_query, grad_key, grad_value, *extra, *[None] * 9
 
 
@@ -533,8 +605,8 @@ def _forward_flops(query_shape: Any, key_shape: Any, value_shape: Any, *args: An
 
 @register_flop_formula(torch.ops.mgk.fused_attention_backward)
 def _backward_flops(
-    grad_shape: Any, grad_normaliser_shape: Any, out_shape: Any, normaliser_shape: Any, query_shape: Any,
-    key_shape: Any, value_shape: Any, *args: Any, **_: Any,
+    grad_shape: Any, grad_normaliser_shape: Any, out_shape: Any, normaliser_shape: Any, terms_shape: Any,
+    query_shape: Any, key_shape: Any, value_shape: Any, *args: Any, **_: Any,
 ) -> int:  # fmt: skip
     """Both kernels compute logits and weight gradients; then come dv and dk, and dq."""
     is_causal = bool(args[9])

@@ -12,95 +12,108 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.tiles import load_tile
-
-
-@triton.jit
-def find_origin(
-    p_query, p_key, p_origin, p_first_query, p_first_key, stride_query_batch, stride_query_head, stride_query_token,
-    stride_key_batch, stride_key_head, stride_key_token, num_kv_heads, group_size, width, HAS_FIRST: tl.constexpr,
-    D: tl.constexpr,
-):  # fmt: skip
-    """What the first valid query and key have in common, fp32 ``[B, Hkv, width]``: see MixtureProblem.origin."""
-    i_kv = tl.program_id(0).to(tl.int64)
-    i_batch = i_kv // num_kv_heads
-    i_head = i_kv % num_kv_heads
-    o_d = tl.arange(0, D)
-    first_query = tl.load(p_first_query + 2 * i_batch).to(tl.int64) if HAS_FIRST else 0
-    first_key = tl.load(p_first_key + 2 * i_batch).to(tl.int64) if HAS_FIRST else 0
-    p_query += i_batch * stride_query_batch + i_head * group_size * stride_query_head
-    p_key += i_batch * stride_key_batch + i_head * stride_key_head
-    b_query = tl.load(p_query + first_query * stride_query_token + o_d, mask=o_d < width, other=0.0).to(tl.float32)
-    b_key = tl.load(p_key + first_key * stride_key_token + o_d, mask=o_d < width, other=0.0).to(tl.float32)
-    b_smaller = tl.where(tl.abs(b_query) < tl.abs(b_key), b_query, b_key)
-    # NaN and infinity have nothing in common with anything.
-    b_agree = (b_query * b_key > 0.0) & (tl.abs(b_query) < float("inf")) & (tl.abs(b_key) < float("inf"))
-    tl.store(p_origin + i_kv * D + o_d, tl.where(b_agree, b_smaller, 0.0))
+from mgk.ops.triton.tiles import load_rows
 
 
 @triton.jit
 def logit_terms(
-    d_query, d_key, p_shift, p_prior, p_scale, p_origin, p_key_mask, p_row, p_alpha, p_column, p_rho,
-    stride_prior_head, stride_prior_component, stride_prior_token, scale, limit, num_heads, group_size, num_keys,
-    padded_queries, padded_keys, num_row_programs, width,
+    p_query, p_key, p_shift, p_prior, p_scale, p_origin, p_key_mask, p_query_range, p_key_range, p_row, p_alpha,
+    p_column, p_rho, p_wide, stride_query_batch, stride_query_head, stride_query_token, stride_key_batch, stride_key_head,
+    stride_key_token, stride_prior_head, stride_prior_component, stride_prior_token, scale, limit, num_heads,
+    group_size, num_queries, num_keys, padded_queries, padded_keys, num_row_programs, width,
     M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, GAUSSIAN: tl.constexpr, HAS_SHIFT: tl.constexpr,
     HAS_PRIOR: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
-    HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+    HAS_RANGE: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr,
+    BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """The first programs make rows, the others columns: one launch, since both wait for memory."""
+    """The first programs make rows, the others columns: one launch, since both wait for memory.
+
+    ``origin [B, Hkv, D]`` is what the first valid query and key have in common, as in MixtureProblem.origin.
+    """
     i_program = tl.program_id(0)
-    if i_program < num_row_programs:
+    num_kv_heads = num_heads // group_size
+    is_row = i_program < num_row_programs
+    if not is_row:
+        i_program -= num_row_programs
+    num_blocks = (padded_queries if is_row else padded_keys) // BLOCK
+    i_block = i_program % num_blocks
+    i_head = i_program // num_blocks % (num_heads if is_row else num_kv_heads)
+    i_batch = i_program // num_blocks // (num_heads if is_row else num_kv_heads)
+    i_kv_head = i_head // group_size if is_row else i_head
+    i_kv = i_batch * num_kv_heads + i_kv_head
+    b_origin = tl.zeros([D], tl.float32)
+    if HAS_ORIGIN:
+        first_query = tl.load(p_query_range + 2 * i_batch) if HAS_RANGE else 0
+        first_key = tl.load(p_key_range + 2 * i_batch) if HAS_RANGE else 0
+        b_first_query = load_rows(
+            p_query, stride_query_batch, stride_query_head, stride_query_token, i_batch, i_kv_head * group_size,
+            first_query, num_queries, width, 1, D,
+        ).reshape(D).to(tl.float32)  # fmt: skip
+        b_first_key = load_rows(
+            p_key, stride_key_batch, stride_key_head, stride_key_token, i_batch, i_kv_head, first_key, num_keys,
+            width, 1, D,
+        ).reshape(D).to(tl.float32)  # fmt: skip
+        b_smaller = tl.where(tl.abs(b_first_query) < tl.abs(b_first_key), b_first_query, b_first_key)
+        # NaN and infinity have nothing in common with anything.
+        b_agree = b_first_query * b_first_key > 0.0
+        b_agree = b_agree & (tl.abs(b_first_query) < float("inf")) & (tl.abs(b_first_key) < float("inf"))
+        b_origin = tl.where(b_agree, b_smaller, 0.0)
+        if is_row == 0 and i_block == 0:
+            tl.store(p_origin + i_kv.to(tl.int64) * D + tl.arange(0, D), b_origin)
+    o_first = i_block * BLOCK
+    if is_row:
         if HAS_ROW:
+            b_query = load_rows(
+                p_query, stride_query_batch, stride_query_head, stride_query_token, i_batch, i_head, o_first,
+                num_queries, width, BLOCK, D,
+            )  # fmt: skip
             _row_terms(
-                d_query, p_shift, p_scale, p_origin, p_row, p_alpha, i_program, scale, limit, num_heads, group_size,
-                padded_queries, padded_queries // BLOCK, width,
+                b_query.to(tl.float32), b_origin, p_shift, p_scale, p_row, p_alpha, p_wide, i_batch * num_heads + i_head,
+                i_kv_head, i_kv, o_first, scale, limit, padded_queries, width,
                 M, FACTORED, HAS_SHIFT, HAS_NORM, HAS_ORIGIN, EQUAL, BLOCK, D,
             )  # fmt: skip
     elif HAS_COLUMN:
         _column_terms(
-            d_key, p_shift, p_prior, p_scale, p_origin, p_key_mask, p_column, p_rho, i_program - num_row_programs,
-            stride_prior_head, stride_prior_component, stride_prior_token, scale, limit, num_heads // group_size,
-            num_keys, padded_keys, padded_keys // BLOCK, width,
+            p_key, b_origin, p_shift, p_prior, p_scale, p_key_mask, p_column, p_rho, p_wide, i_batch, i_kv_head, i_kv,
+            o_first, stride_key_batch, stride_key_head, stride_key_token, stride_prior_head, stride_prior_component,
+            stride_prior_token, scale, limit, num_keys, padded_keys, width,
             M, SHARED, FACTORED, GAUSSIAN, HAS_SHIFT, HAS_PRIOR, HAS_ORIGIN, HAS_KEY_MASK, EQUAL, BLOCK, D,
         )  # fmt: skip
 
 
 @triton.jit
 def _column_terms(
-    d_key, p_shift, p_prior, p_scale, p_origin, p_key_mask, p_column, p_rho, i_program, stride_prior_head,
-    stride_prior_component, stride_prior_token, scale, limit, num_kv_heads, num_keys, padded_keys, num_blocks, width,
+    p_key, b_origin, p_shift, p_prior, p_scale, p_key_mask, p_column, p_rho, p_wide, i_batch, i_kv_head, i_kv, o_first,
+    stride_batch, stride_head, stride_token, stride_prior_head, stride_prior_component, stride_prior_token, scale,
+    limit, num_keys, padded_keys, width,
     M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, GAUSSIAN: tl.constexpr, HAS_SHIFT: tl.constexpr,
     HAS_PRIOR: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_KEY_MASK: tl.constexpr, EQUAL: tl.constexpr,
-    BLOCK_J: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """``column [B, Hkv, M, padded]``, -inf at masked keys and beyond the end, and ``rho`` of a factored pair."""
-    i_block = i_program % num_blocks
-    i_kv = i_program // num_blocks
-    i_batch = i_kv // num_kv_heads
-    i_kv_head = i_kv % num_kv_heads
-    o_first = i_block * BLOCK_J
-    o_j = o_first + tl.arange(0, BLOCK_J)
+    o_j = o_first + tl.arange(0, BLOCK)
     o_d = tl.arange(0, D)
     b_valid = o_j < num_keys
     if HAS_KEY_MASK:
         b_valid = b_valid & (tl.load(p_key_mask + i_batch.to(tl.int64) * num_keys + o_j, mask=b_valid, other=0) != 0)
-    b_key = tl.zeros([BLOCK_J, D], tl.float32)
-    b_norm = tl.zeros([BLOCK_J], tl.float32)
-    b_first = tl.zeros([BLOCK_J], tl.float32)
+    b_key = tl.zeros([BLOCK, D], tl.float32)
+    b_norm = tl.zeros([BLOCK], tl.float32)
+    b_first = tl.zeros([BLOCK], tl.float32)
     for r in tl.static_range(M):
         b_scale = scale if EQUAL else tl.load(p_scale + i_kv_head * M + r)
-        b_column = tl.zeros([BLOCK_J], tl.float32)
+        b_column = tl.zeros([BLOCK], tl.float32)
         if GAUSSIAN:
             if r == 0 or not SHARED:
                 i_key_head = i_kv_head if SHARED else i_kv_head * M + r
-                b_key = load_tile(d_key, i_batch, i_key_head, o_first, BLOCK_J, D).to(tl.float32)
+                b_key = load_rows(
+                    p_key, stride_batch, stride_head, stride_token, i_batch, i_key_head, o_first, num_keys, width,
+                    BLOCK, D,
+                ).to(tl.float32)  # fmt: skip
                 b_norm = 0.5 * tl.sum(b_key * b_key, 1)
             b_column = b_norm
             if HAS_SHIFT:
                 b_shift = tl.load(p_shift + (i_kv_head * M + r) * width + o_d, mask=o_d < width, other=0.0)
-                b_distance = 0.5 * b_shift
-                if HAS_ORIGIN:
-                    b_distance -= tl.load(p_origin + i_kv.to(tl.int64) * D + o_d)
+                b_distance = 0.5 * b_shift - b_origin
                 b_column += tl.sum(b_key * b_shift[None, :], 1) + tl.sum(b_distance * b_shift, 0)
             b_column = -b_scale * b_column
         if HAS_PRIOR:
@@ -109,38 +122,31 @@ def _column_terms(
             # Scaled terms are in units of log 2 already.
             b_column += b_prior * 1.4426950408889634
         b_column = tl.where(b_valid, b_column, float("-inf"))
-        tl.store(p_column + (i_kv.to(tl.int64) * M + r) * padded_keys + o_j, b_column, mask=o_j < padded_keys)
+        tl.store(p_column + (i_kv.to(tl.int64) * M + r) * padded_keys + o_j, b_column)
         if FACTORED:
             if r == 0:
                 b_first = b_column
             else:
                 b_ratio = _safe_ratio(b_column - b_first, limit)
                 b_ratio = tl.where(b_column == float("-inf"), 0.0, b_ratio)
-                tl.store(p_rho + i_kv.to(tl.int64) * padded_keys + o_j, b_ratio, mask=o_j < padded_keys)
+                tl.store(p_rho + i_kv.to(tl.int64) * padded_keys + o_j, b_ratio)
+                _mark_wide(p_wide, i_kv, b_ratio)
 
 
 @triton.jit
 def _row_terms(
-    d_query, p_shift, p_scale, p_origin, p_row, p_alpha, i_program, scale, limit, num_heads, group_size,
-    padded_queries, num_blocks, width,
+    b_query, b_origin, p_shift, p_scale, p_row, p_alpha, p_wide, i_head, i_kv_head, i_kv, o_first, scale, limit,
+    padded_queries, width,
     M: tl.constexpr, FACTORED: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_ORIGIN: tl.constexpr, EQUAL: tl.constexpr, BLOCK_I: tl.constexpr, D: tl.constexpr,
+    HAS_ORIGIN: tl.constexpr, EQUAL: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """``row [B, H, M, padded]`` and ``alpha`` of a factored pair."""
-    i_block = i_program % num_blocks
-    i_head = i_program // num_blocks
-    i_batch = i_head // num_heads
-    i_query_head = i_head % num_heads
-    i_kv_head = i_query_head // group_size
-    i_kv = i_batch * (num_heads // group_size) + i_kv_head
-    o_first = i_block * BLOCK_I
-    o_i = o_first + tl.arange(0, BLOCK_I)
+    o_i = o_first + tl.arange(0, BLOCK)
     o_d = tl.arange(0, D)
-    b_query = load_tile(d_query, i_batch, i_query_head, o_first, BLOCK_I, D).to(tl.float32)
-    b_norm = tl.zeros([BLOCK_I], tl.float32)
+    b_norm = tl.zeros([BLOCK], tl.float32)
     if HAS_NORM:
         b_norm = 0.5 * tl.sum(b_query * b_query, 1)
-    b_first = tl.zeros([BLOCK_I], tl.float32)
+    b_first = tl.zeros([BLOCK], tl.float32)
     for r in tl.static_range(M):
         b_scale = scale if EQUAL else tl.load(p_scale + i_kv_head * M + r)
         b_row = -b_norm
@@ -148,21 +154,29 @@ def _row_terms(
             b_shift = tl.load(p_shift + (i_kv_head * M + r) * width + o_d, mask=o_d < width, other=0.0)
             b_row += tl.sum(b_query * b_shift[None, :], 1)
             if HAS_ORIGIN:
-                b_row -= tl.sum(tl.load(p_origin + i_kv.to(tl.int64) * D + o_d) * b_shift, 0)
+                b_row -= tl.sum(b_origin * b_shift, 0)
         b_row *= b_scale
-        tl.store(p_row + (i_head.to(tl.int64) * M + r) * padded_queries + o_i, b_row, mask=o_i < padded_queries)
+        tl.store(p_row + (i_head.to(tl.int64) * M + r) * padded_queries + o_i, b_row)
         if FACTORED:
             if r == 0:
                 b_first = b_row
             else:
                 b_ratio = _safe_ratio(b_row - b_first, limit)
-                tl.store(p_alpha + i_head.to(tl.int64) * padded_queries + o_i, b_ratio, mask=o_i < padded_queries)
+                tl.store(p_alpha + i_head.to(tl.int64) * padded_queries + o_i, b_ratio)
+                _mark_wide(p_wide, i_kv, b_ratio)
 
 
 @triton.jit
 def _safe_ratio(b_gap, limit):
     """``2^gap``, or NaN where it leaves ``2^-limit ... 2^limit``: the kernels do not trust such a row."""
     return tl.where(tl.abs(b_gap) <= limit, tl.math.exp2(b_gap), float("nan"))
+
+
+@triton.jit
+def _mark_wide(p_wide, i_kv, b_ratio):
+    """Tell backward that some ratio of this key/value head cannot be trusted. All who write write the same."""
+    if tl.max((b_ratio != b_ratio).to(tl.int32), 0) > 0:
+        tl.store(p_wide + i_kv, 1.0)
 
 
 @triton.jit

@@ -17,6 +17,18 @@ def load_tile(d_tensor, i_batch, i_head, o_first, ROWS: tl.constexpr, WIDTH: tl.
 
 
 @triton.jit
+def load_rows(
+    p_tensor, stride_batch, stride_head, stride_token, i_batch, i_head, o_first, length, width,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The same without a descriptor, for kernels that are small or rarely run: a descriptor costs the host time."""
+    o_row = o_first + tl.arange(0, ROWS)[:, None]
+    o_d = tl.arange(0, WIDTH)[None, :]
+    p_tensor += i_batch.to(tl.int64) * stride_batch + i_head.to(tl.int64) * stride_head
+    return tl.load(p_tensor + o_row.to(tl.int64) * stride_token + o_d, mask=(o_row < length) & (o_d < width), other=0.0)
+
+
+@triton.jit
 def component_bias(
     p_row, p_column, i_component, o_rows, o_columns, b_reference, num_rows,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, ROWS_FIRST: tl.constexpr,
