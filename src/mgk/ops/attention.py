@@ -96,7 +96,7 @@ def mixture_attention(
     if problem.is_empty:
         out = problem.query.new_zeros(*problem.query.shape[:3], problem.value.shape[-1])
         return with_zero_gradients(out, problem.query, problem.key, problem.value, *parameters)
-    if backend != "reference":
+    if backend in ("chunked", "sdpa"):  # the fused backward has no derivative, and says so itself
         problem = _first_order_only(problem)
     problem = _with_centred_dot_products(problem)
     with _without_autocast(problem):
@@ -190,7 +190,7 @@ def mixture_log_density(
             prior = prior - half_dim * math.log(2 * math.pi * problem.variance)
     problem = problem._replace(log_prior=prior)
     implementation = _choose_statistics(problem, backend)
-    if implementation is not reference:
+    if implementation is chunked:
         problem = _first_order_only(problem)
     with _without_autocast(problem):
         density = implementation.log_normaliser(problem)

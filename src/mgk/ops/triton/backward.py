@@ -56,14 +56,13 @@ def attention_delta(
 @triton.jit
 def attention_backward_key_value(
     d_query, d_key, d_value, d_grad_out, d_grad_key, d_grad_value, p_row, p_column, p_alpha, p_rho, p_scale,
-    p_shift, p_reference, p_delta, p_wide, p_grad_column, p_grad_scale, p_shift_partial, p_mask, p_key_range,
+    p_shift, p_reference, p_delta, p_wide, p_grad_column, p_grad_scale, p_share, p_origin, p_mask, p_key_range,
     p_query_range, p_row_key, p_column_key, stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column, scale, natural_scale,
-    threshold, keep_scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks,
-    num_partials, width,
+    threshold, keep_scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks, width,
     M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, WIDE: tl.constexpr, HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_RANGE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, GAUSSIAN: tl.constexpr,
-    HAS_SHIFT: tl.constexpr,
+    HAS_SHIFT: tl.constexpr, HAS_ORIGIN: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """One program for one block of keys of one key/value head: ``dk``, ``dv``, ``dcolumn``, ``dscale``."""
@@ -170,18 +169,21 @@ def attention_backward_key_value(
             # The column holds -|k_j + shift_r|^2 / 2, times the scale.
             b_grad_key -= (b_both_sum if PAIRED else b_sum)[:, None] * b_key.to(tl.float32)
         if GAUSSIAN and HAS_SHIFT:
-            p_partial = p_shift_partial + ((i_kv.to(tl.int64) * M + r) * num_partials + i_block) * D
+            b_moved_key = b_key.to(tl.float32)
+            if HAS_ORIGIN:
+                b_moved_key -= tl.load(p_origin + i_kv.to(tl.int64) * D + o_d)[None, :]
             b_shift = tl.load(p_shift + (i_kv_head * M + r) * width + o_d, mask=o_d < width, other=0.0)
             b_grad_key -= b_sum[:, None] * b_shift[None, :]
-            tl.store(p_partial + o_d, tl.sum(b_sum[:, None] * b_key.to(tl.float32), 0))
+            p_own_share = p_share + ((i_kv.to(tl.int64) * M + r) * num_blocks + i_block) * D + o_d
+            tl.store(p_own_share, tl.sum(b_sum[:, None] * (b_moved_key + b_shift[None, :]), 0))
         if PAIRED:
             b_second = b_both_sum - b_sum
             tl.store(p_grad_column + o_column + num_keys, b_second, mask=o_j < num_keys)
             if GAUSSIAN:
                 b_shift = tl.load(p_shift + (i_kv_head * M + 1) * width + o_d, mask=o_d < width, other=0.0)
                 b_grad_key -= b_second[:, None] * b_shift[None, :]
-                p_partial = p_shift_partial + ((i_kv.to(tl.int64) * M + 1) * num_partials + i_block) * D
-                tl.store(p_partial + o_d, tl.sum(b_second[:, None] * b_key.to(tl.float32), 0))
+                p_own_share = p_share + ((i_kv.to(tl.int64) * M + 1) * num_blocks + i_block) * D + o_d
+                tl.store(p_own_share, tl.sum(b_second[:, None] * (b_moved_key + b_shift[None, :]), 0))
         i_out_head = i_kv_head if PAIRED else i_kv_head * M + r
         d_grad_key.store(
             [i_batch, i_out_head, o_first, 0], (b_grad_key * b_natural).to(b_key.dtype).reshape(1, 1, BLOCK_J, D)
@@ -306,14 +308,13 @@ def _other_logit(
 @triton.jit
 def attention_backward_query(
     d_query, d_key, d_value, d_grad_out, d_grad_query, p_row, p_column, p_alpha, p_rho, p_scale, p_reference, p_delta,
-    p_grad_normaliser, p_wide, p_shift, p_grad_row, p_shift_partial, p_mask, p_key_range, p_query_range, p_row_key, p_column_key, stride_mask_batch,
+    p_grad_normaliser, p_wide, p_shift, p_grad_row, p_share, p_origin, p_mask, p_key_range, p_query_range, p_row_key, p_column_key, stride_mask_batch,
     stride_mask_head, stride_mask_row, stride_mask_column, scale, natural_scale, threshold, keep_scale, num_heads,
-    group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks,
-    num_partials, width,
+    group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks, width,
     M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, WIDE: tl.constexpr, HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_RANGE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, GAUSSIAN: tl.constexpr,
-    HAS_SHIFT: tl.constexpr,
+    HAS_SHIFT: tl.constexpr, HAS_ORIGIN: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """One program for one block of queries of one head: ``dq`` and ``drow``."""
@@ -380,6 +381,9 @@ def attention_backward_query(
 
     m_i = o_i < num_queries
     o_d = tl.arange(0, D)
+    b_moved_query = b_query.to(tl.float32)
+    if HAS_ORIGIN:
+        b_moved_query -= tl.load(p_origin + i_kv.to(tl.int64) * D + o_d)[None, :]
     if PAIRED:
         # The logits of a row rise and fall together with its normaliser alone: what one component does not get, the
         # other does.
@@ -390,12 +394,10 @@ def attention_backward_query(
         b_grad_query += b_grad_row[:, None] * b_shift[None, :]
         b_shift = tl.load(p_shift + (i_kv_head * M + 1) * width + o_d, mask=o_d < width, other=0.0)
         b_grad_query += b_second[:, None] * b_shift[None, :]
-        p_partial = p_shift_partial + (i_head.to(tl.int64) * M * num_partials + i_block) * D + o_d
-        tl.store(p_partial, tl.sum(b_grad_row[:, None] * b_query.to(tl.float32), 0))
-        tl.store(p_partial + num_partials * D, tl.sum(b_second[:, None] * b_query.to(tl.float32), 0))
-        p_grad_row += i_head.to(tl.int64) * M * num_queries + o_i
-        tl.store(p_grad_row, b_grad_row, mask=m_i)
-        tl.store(p_grad_row + num_queries, b_second, mask=m_i)
+        p_own_share = p_share + (i_head.to(tl.int64) * M * num_blocks + i_block) * D + o_d
+        tl.store(p_own_share, tl.sum(b_grad_row[:, None] * b_moved_query, 0))
+        # Rows beyond the end have no gradient, but what stands for their query is not zero once it is moved.
+        tl.store(p_own_share + num_blocks * D, tl.sum(tl.where(m_i, b_second, 0.0)[:, None] * b_moved_query, 0))
     elif HAS_ROW:
         o_r = tl.arange(0, 8)
         for r in tl.static_range(M):
@@ -404,11 +406,12 @@ def attention_backward_query(
             if HAS_SHIFT:
                 b_shift = tl.load(p_shift + (i_kv_head * M + r) * width + o_d, mask=o_d < width, other=0.0)
                 b_grad_query += b_scaled[:, None] * b_shift[None, :]
-                p_partial = p_shift_partial + ((i_head.to(tl.int64) * M + r) * num_partials + i_block) * D + o_d
-                tl.store(p_partial, tl.sum(b_own[:, None] * b_query.to(tl.float32), 0))
+                p_own_share = p_share + ((i_head.to(tl.int64) * M + r) * num_blocks + i_block) * D + o_d
+                tl.store(p_own_share, tl.sum(b_own[:, None] * b_moved_query, 0))
             if GAUSSIAN and not EQUAL:
                 b_grad_query -= b_scaled[:, None] * b_query.to(tl.float32)
-            tl.store(p_grad_row + (i_head.to(tl.int64) * M + r) * num_queries + o_i, b_own, mask=m_i)
+            if not EQUAL:
+                tl.store(p_grad_row + (i_head.to(tl.int64) * M + r) * num_queries + o_i, b_own, mask=m_i)
     if EQUAL:
         b_grad_query *= natural_scale
     d_grad_query.store(

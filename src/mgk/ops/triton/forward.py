@@ -23,7 +23,7 @@ def attention_forward(
     p_query_range, p_row_key, p_column_key, stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column,
     scale, threshold, keep_scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys,
     num_blocks, lowest_sum, highest_sum, margin,
-    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, JOINED: tl.constexpr, HARD: tl.constexpr,
+    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, JOINED: tl.constexpr, SUM_BY_PRODUCT: tl.constexpr, HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_RANGE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -67,7 +67,7 @@ def attention_forward(
         b_row_key = tl.load(p_row_key + i_head.to(tl.int64) * padded_queries + o_i)
 
     b_out = tl.zeros([BLOCK_I, DV], tl.float32)
-    b_sum = tl.zeros([BLOCK_I], tl.float32)
+    b_sum = tl.zeros([BLOCK_I, 16], tl.float32) if SUM_BY_PRODUCT else tl.zeros([BLOCK_I], tl.float32)
     b_reference = tl.zeros([BLOCK_I], tl.float32)
     if end_key > first_key:
         b_reference = _largest_logit(
@@ -80,7 +80,7 @@ def attention_forward(
             b_out, b_sum, b_reference, b_query, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho, p_scale,
             p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row, stride_mask_column,
             causal_offset, num_queries, num_keys, padded_queries, padded_keys,
-            M, SHARED, FACTORED, JOINED, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, DROPOUT, PRECISION, BLOCK_J, D, DV,
+            M, SHARED, FACTORED, JOINED, SUM_BY_PRODUCT, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, DROPOUT, PRECISION, BLOCK_J, D, DV,
         )  # fmt: skip
     if CAUSAL:
         for o_j in tl.range(end_full, end_key, BLOCK_J):
@@ -88,10 +88,12 @@ def attention_forward(
                 b_out, b_sum, b_reference, b_query, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho, p_scale,
                 p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row,
                 stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
-                M, SHARED, FACTORED, JOINED, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, DROPOUT, PRECISION, BLOCK_J, D,
+                M, SHARED, FACTORED, JOINED, SUM_BY_PRODUCT, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, DROPOUT, PRECISION, BLOCK_J, D,
                 DV,
             )  # fmt: skip
 
+    if SUM_BY_PRODUCT:
+        b_sum = tl.max(b_sum, 1)  # sixteen times the same
     b_normaliser = b_reference + tl.math.log2(b_sum)
     if FACTORED:
         b_normaliser += tl.load(p_row + o_i)
@@ -231,7 +233,7 @@ def _attend(
     b_out, b_sum, b_reference, b_query, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho, p_scale, p_mask,
     p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row, stride_mask_column, causal_offset,
     num_queries, num_keys, padded_queries, padded_keys,
-    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, JOINED: tl.constexpr, HARD: tl.constexpr,
+    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, JOINED: tl.constexpr, SUM_BY_PRODUCT: tl.constexpr, HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
@@ -292,11 +294,14 @@ def _attend(
             num_keys, CAUSAL, HAS_MASK,
         )  # fmt: skip
         b_weight = tl.where(b_seen, b_weight, 0.0)
-    b_sum += tl.sum(b_weight, 1)
+    if not SUM_BY_PRODUCT:
+        b_sum += tl.sum(b_weight, 1)
     if DROPOUT:
         b_column_key = tl.load(p_column_key + o_columns)
         b_weight = tl.where(is_kept(b_row_key[:, None], b_column_key[None, :], threshold), b_weight, 0.0)
     b_value = load_tile(d_value, i_batch, i_kv_head, o_j, BLOCK_J, DV)
+    if SUM_BY_PRODUCT:
+        b_sum = tl.dot(b_weight.to(b_value.dtype), tl.full([BLOCK_J, 16], 1.0, b_value.dtype), b_sum)
     b_out = tl.dot(b_weight.to(b_value.dtype), b_value, b_out, input_precision=PRECISION)
     return b_out, b_sum
 

@@ -15,11 +15,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mgk.ops.triton.tuning import Tile, is_interpreted
 
+hooks = triton.knobs.runtime
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], options: dict[str, Any], tile: Tile) -> None:
-    """Start ``programs`` programs of ``kernel``.
+def launch(
+    kernel: Any, programs: int, arguments: tuple[Any, ...], options: dict[str, Any], tile: Tile, *variants: dict[str, Any]
+) -> None:  # fmt: skip
+    """Start ``programs`` programs of ``kernel``, once for each of ``variants`` if there are any.
 
     Args:
         kernel: a function under ``triton.jit``.
@@ -27,20 +30,43 @@ def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], options: dict
         arguments: those that are not compile-time constants, in order.
         options: the compile-time constants, which come last in the kernel; it takes those it names.
         tile: warps, stages and registers.
+        variants: compile-time constants that replace some of ``options``.
     """
     if programs == 0:
         return
-    constants = tuple([options[name] for name in kernel.arg_names[len(arguments) :]])
+    names = kernel.arg_names[len(arguments) :]
+    kinds = () if is_interpreted() else tuple([_kind(argument) for argument in arguments])
+    for variant in variants or ({},):
+        every = {**options, **variant}
+        _start(kernel, programs, arguments, tuple([every[name] for name in names]), kinds, tile)
+
+
+def _start(
+    kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], kinds: tuple[Any, ...],
+    tile: Tile,
+) -> None:  # fmt: skip
     if is_interpreted():
         kernel[(programs,)](*arguments, *constants)
         return
-    device = triton.runtime.driver.active.get_current_device()
-    key = (kernel, device, constants, tile[2:], tuple([_kind(argument) for argument in arguments]))
+    driver = triton.runtime.driver.active
+    device = driver.get_current_device()
+    key = (kernel, device, constants, tile[2:], kinds)
     compiled = _compiled.get(key)
     if compiled is None:
         _compiled[key] = kernel[(programs,)](*arguments, *constants, **tile.settings())
+    elif not (_is_set(hooks.launch_enter_hook) or _is_set(hooks.launch_exit_hook)):
+        stream = driver.get_current_stream(device)
+        compiled.run(
+            programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+            *arguments, *constants,
+        )  # fmt: skip
     else:
         compiled[(programs, 1, 1)](*arguments, *constants)
+
+
+def _is_set(hook: Any) -> bool:
+    """Whether a profiler wants to hear of launches."""
+    return bool(getattr(hook, "calls", hook))
 
 
 def _kind(argument: Any) -> Any:

@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 import math
-import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -153,7 +151,7 @@ class _Call(TermsLayout):
             return
         if self.wide is not None:
             self.wide.zero_()
-        rows = 16 if tuning.is_interpreted() else max(8, min(64, 4096 // self.block_d))
+        rows = 16 if tuning.is_interpreted() else max(8, min(128, 8192 // self.block_d))
         row_programs = self.batch * self.heads * self.padded_queries // rows if self.has_row else 0
         column_programs = self.batch * self.kv_heads * self.padded_keys // rows if self.has_column else 0
         prior, prior_strides = self.log_prior, (0, 0, 0)
@@ -195,7 +193,7 @@ class _Call(TermsLayout):
     def _random_keys(self, count: int, stream: int) -> Tensor:
         keys = torch.empty(count, dtype=torch.int32, device=self.device)
         arguments = (self.seed, keys, count, stream)
-        launch(preparation.random_keys, triton.cdiv(count, BLOCK), arguments, {"BLOCK": BLOCK}, SMALL)
+        launch(preparation.random_keys, _blocks(count, BLOCK), arguments, {"BLOCK": BLOCK}, SMALL)
         return keys
 
     def tile(self, name: str) -> tuning.Tile:
@@ -214,13 +212,15 @@ class _Call(TermsLayout):
         """Run a kernel with the tile of the table, or of a trial if one is asked for."""
         tuning.tune(self.kernel(name), self.device, run)
         run(self.tile(name))
-        if self.factored and name != "forward":
-            run(self.tile("repair"), True)
 
 
 def block_width(width: int) -> int:
     """Columns of a block: a power of two that matrix units take."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def _blocks(length: int, size: int) -> int:
+    return -(-length // size)
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -312,8 +312,13 @@ def fused_attention(
         sizes = (call.heads, call.heads // call.kv_heads, call.queries, call.keys, call.padded_queries, call.padded_keys)
         scalars = (call.scale, call.threshold, call.keep_scale)
 
+        # Two exponentials a pair leave the matrix units idle: they add up the weights, as rounded as they multiply them.
+        # (A density asks with the narrowest values, and wants the sum unrounded.)
+        is_half = query.dtype != torch.float32
+        by_product = call.joined and not hard and seed is None and is_half and widths["DV"] in (32, 64)
+
         def run(tile: tuning.Tile) -> None:
-            blocks = triton.cdiv(call.queries, tile.rows)
+            blocks = _blocks(call.queries, tile.rows)
             launch(
                 forward.attention_forward,
                 blocks * call.batch * call.heads,
@@ -322,13 +327,13 @@ def fused_attention(
                     descriptor(values, tile.columns), descriptor(out, tile.rows), call.row, call.column, call.alpha,
                     call.rho, call.scales, normaliser, *masks, *scalars, *sizes, blocks, *call.limits[1:],
                 ),
-                {**call.options, **widths, "JOINED": call.joined, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
+                {**call.options, **widths, "JOINED": call.joined, "SUM_BY_PRODUCT": by_product, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
                 tile,
             )  # fmt: skip
 
         call.run("forward", run)
         tile = call.tile("repair")
-        blocks = triton.cdiv(call.queries, tile.rows)
+        blocks = _blocks(call.queries, tile.rows)
         launch(
             forward.attention_repair,
             blocks * call.batch * call.heads,
@@ -375,10 +380,11 @@ def fused_attention_backward(
         )  # fmt: skip
         widths = {"D": block_width(call.query.shape[-1]), "DV": block_width(values.shape[-1])}
         options = {**call.options, **widths, "GAUSSIAN": gaussian, "HAS_SHIFT": shift is not None}
-        options["PAIRED"] = call.paired
+        options |= {"PAIRED": call.paired, "HAS_ORIGIN": call.origin is not None}
         masks = (attn_mask, call.key_range, call.query_range, call.row_key, call.column_key, *call.mask_strides)
         scalars = (call.scale, scale, call.threshold, call.keep_scale)
-        sizes = (call.heads, call.heads // call.kv_heads, call.queries, call.keys, call.padded_queries, call.padded_keys)
+        group_size = call.heads // call.kv_heads
+        sizes = (call.heads, group_size, call.queries, call.keys, call.padded_queries, call.padded_keys)
 
         one_gradient = call.paired or key.shape[2] == components
         grad_key = (
@@ -388,23 +394,21 @@ def fused_attention_backward(
         )
         grad_value, grad_query = torch.empty_like(values), torch.empty_like(call.query)
         grad_column = call._new(call.batch, call.kv_heads, components, call.keys) if call.has_column else None
-        grad_row = call._new(call.batch, call.heads, components, call.queries) if call.has_row else None
+        # Only the scales ask for it: shifts have their shares.
+        grad_row = None
+        if call.has_row and scales is not None:
+            grad_row = call._new(call.batch, call.heads, components, call.queries)
         grad_scales = None if scales is None else call._new(call.batch, call.kv_heads, components, call.keys)
         # Every program leaves its share of the shifts' gradient; added up below in a fixed order.
         key_shares = query_shares = None
-        if shift is not None:
-            smallest = [(call.tile(name), call.tile("repair")) for name in ("key_value", "query")]
-            num_keys = triton.cdiv(call.keys, min(tile.columns for tile in smallest[0]))
-            num_queries = triton.cdiv(call.queries, min(tile.rows for tile in smallest[1]))
-            if os.environ.get("MGK_AUTOTUNE") == "1":
-                num_keys, num_queries = triton.cdiv(call.keys, 16), triton.cdiv(call.queries, 16)
-            shape = (call.batch, call.kv_heads, components, num_keys, widths["D"])
-            key_shares = torch.zeros(shape, dtype=torch.float32, device=query.device) if gaussian else None
-            shape = (call.batch, call.heads, components, num_queries, widths["D"])
-            query_shares = torch.zeros(shape, dtype=torch.float32, device=query.device)
+        # Heads that cannot be factored are left to the second launch.
+        variants = ({"WIDE": False}, {"WIDE": True}) if call.factored else ({"WIDE": False},)
 
-        def run_key_value(tile: tuning.Tile, is_wide: bool = False) -> None:
-            blocks = triton.cdiv(call.keys, tile.columns)
+        def run_key_value(tile: tuning.Tile) -> None:
+            nonlocal key_shares
+            blocks = _blocks(call.keys, tile.columns)
+            if shift is not None and gaussian:
+                key_shares = call._new(call.batch, call.kv_heads, components, blocks, widths["D"])
             launch(
                 backward.attention_backward_key_value,
                 blocks * call.batch * call.kv_heads,
@@ -413,15 +417,18 @@ def fused_attention_backward(
                     descriptor(values, tile.columns), descriptor(grad_out, tile.rows),
                     descriptor(grad_key, tile.columns), descriptor(grad_value, tile.columns), call.row, call.column,
                     call.alpha, call.rho, call.scales, call.shift, reference, delta, call.wide, grad_column,
-                    grad_scales, key_shares, *masks, *scalars, *sizes, blocks,
-                    0 if key_shares is None else key_shares.shape[3], call.width,
+                    grad_scales, key_shares, call.origin, *masks, *scalars, *sizes, blocks, call.width,
                 ),
-                {**options, "WIDE": is_wide, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
+                {**options, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
                 tile,
+                *variants,
             )  # fmt: skip
 
-        def run_query(tile: tuning.Tile, is_wide: bool = False) -> None:
-            blocks = triton.cdiv(call.queries, tile.rows)
+        def run_query(tile: tuning.Tile) -> None:
+            nonlocal query_shares
+            blocks = _blocks(call.queries, tile.rows)
+            if shift is not None:
+                query_shares = call._new(call.batch, call.kv_heads, group_size, components, blocks, widths["D"])
             launch(
                 backward.attention_backward_query,
                 blocks * call.batch * call.heads,
@@ -429,11 +436,12 @@ def fused_attention_backward(
                     descriptor(call.query, tile.rows), descriptor(call.key, tile.columns),
                     descriptor(values, tile.columns), descriptor(grad_out, tile.rows),
                     descriptor(grad_query, tile.rows), call.row, call.column, call.alpha, call.rho, call.scales,
-                    reference, delta, grad_normaliser, call.wide, call.shift, grad_row, query_shares, *masks, *scalars,
-                    *sizes, blocks, 0 if query_shares is None else query_shares.shape[3], call.width,
+                    reference, delta, grad_normaliser, call.wide, call.shift, grad_row, query_shares, call.origin, *masks,
+                    *scalars, *sizes, blocks, call.width,
                 ),
-                {**options, "WIDE": is_wide, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
+                {**options, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
                 tile,
+                *variants,
             )  # fmt: skip
 
         call.run("key_value", run_key_value)
@@ -446,35 +454,26 @@ def fused_attention_backward(
         _trimmed(grad_query, query),
         _trimmed(grad_key, key),
         _trimmed(grad_value, value),
-        call._new(0) if shift is None else _shift_gradient(call, grad_row, grad_column, query_shares, key_shares),
+        call._new(0) if shift is None else _shift_gradient(call, query_shares, key_shares),
         call._new(0) if log_prior is None else _prior_gradient(log_prior, grad_column),
         call._new(0) if grad_scales is None else _scale_gradient(call, grad_row, grad_column, grad_scales),
     )
 
 
-def _shift_gradient(
-    call: _Call, grad_row: Tensor | None, grad_column: Tensor | None, query_shares: Tensor | None,
-    key_shares: Tensor | None,
-) -> Tensor:  # fmt: skip
+def _shift_gradient(call: _Call, query_shares: Tensor | None, key_shares: Tensor | None) -> Tensor:
     """``[Hkv, M, D]``: of ``scale (q - origin) . shift`` and ``-scale ((k - origin) . shift + |shift|^2 / 2)``."""
-    assert call.shift is not None and grad_row is not None and query_shares is not None
-    grad = query_shares.sum(3).unflatten(1, (call.kv_heads, -1)).sum(2)[..., : call.width]
-    through_origin = grad_row.sum(-1).unflatten(1, (call.kv_heads, -1)).sum(2)  # [B, Hkv, M]
-    if key_shares is not None and grad_column is not None:
-        columns = grad_column.sum(-1)
-        grad = grad - key_shares.sum(3)[..., : call.width] - columns[..., None] * call.shift
-        through_origin = through_origin - columns
-    if call.origin is not None:
-        origin = call.origin.view(call.batch, call.kv_heads, 1, call.block_d)[..., : call.width]
-        grad = grad - through_origin[..., None] * origin
-    grad = grad.sum(0)
-    return grad * (call.scale / LOG2_E if call.scales is None else call.scales[..., None] / LOG2_E)
+    assert query_shares is not None
+    grad = query_shares.sum(dim=(0, 2, 4))
+    if key_shares is not None:
+        grad = grad - key_shares.sum(dim=(0, 3))
+    return grad[..., : call.width] * (call.scale if call.scales is None else call.scales[..., None]) / LOG2_E
 
 
 def _prior_gradient(log_prior: Tensor, grad_column: Tensor | None) -> Tensor:
     assert grad_column is not None
-    grad = grad_column.sum(0)
-    return grad if log_prior.shape[2] == grad.shape[2] else grad.sum(2, keepdim=True)
+    if log_prior.shape[2] == grad_column.shape[3]:
+        return grad_column.sum(0)
+    return grad_column.sum(dim=(0, 3))[..., None]
 
 
 def _scale_gradient(
@@ -516,7 +515,7 @@ def fused_responsibilities(
             False, 0.0,
         )  # fmt: skip
         tile = call.tile("query")
-        blocks = triton.cdiv(call.queries, tile.rows)
+        blocks = _blocks(call.queries, tile.rows)
         sums = call._new(blocks * call.batch * call.heads, 8)
         launch(
             statistics.responsibilities,

@@ -59,7 +59,7 @@ HOPPER: dict[tuple[str, int, bool], Tile] = {
     ("forward", 128, True): Tile(128, 64, 8, 2, 128),
     ("forward", 16, False): Tile(64, 64, 4, 3),
     ("forward", 32, False): Tile(64, 64, 4, 3),
-    ("forward", 64, False): Tile(128, 64, 4, 2),
+    ("forward", 64, False): Tile(64, 64, 4, 2),
     ("forward", 128, False): Tile(64, 64, 4, 2),
     ("key_value", 16, True): Tile(64, 64, 4, 2, 168),
     ("key_value", 32, True): Tile(64, 64, 4, 2, 168),
