@@ -139,8 +139,9 @@ class _GatherResponsibilities(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         query, key, *tensors = ctx.saved_tensors
         options = dict(zip(ctx.names, tensors, strict=True))
-        # In fp32 whatever the inputs: under autocast query and key may differ in dtype.
-        sums = mixture_responsibilities(query.float(), key.float(), reduction="sum", **options, **ctx.settings)
+        if query.dtype != key.dtype:  # under autocast
+            query, key = query.float(), key.float()
+        sums = mixture_responsibilities(query, key, reduction="sum", **options, **ctx.settings)
         return (grads[0], sums, None, None, None, None, *[None] * len(tensors))
 
 

@@ -18,10 +18,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.tiles import component_bias, is_kept, is_visible, load_rows, load_tile, visible_keys
+from mgk.ops.triton.tiles import LENGTHS, component_bias, is_kept, is_visible, load_rows, load_tile, visible_keys
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def attention_delta(
     p_out, p_grad_out, p_normaliser, p_grad_normaliser, p_row, p_reference, p_delta, stride_out_batch,
     stride_out_head, stride_out_token, stride_grad_batch, stride_grad_head, stride_grad_token, num_heads, num_queries,
@@ -53,7 +53,7 @@ def attention_delta(
     tl.store(p_delta + o_padded, b_delta)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def attention_backward_key_value(
     d_query, d_key, d_value, d_grad_out, d_grad_key, d_grad_value, p_row, p_column, p_alpha, p_rho, p_scale,
     p_shift, p_reference, p_delta, p_wide, p_grad_column, p_grad_scale, p_share, p_origin, p_mask, p_key_range,
@@ -305,7 +305,7 @@ def _other_logit(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def attention_backward_query(
     d_query, d_key, d_value, d_grad_out, d_grad_query, p_row, p_column, p_alpha, p_rho, p_scale, p_reference, p_delta,
     p_grad_normaliser, p_wide, p_shift, p_grad_row, p_share, p_origin, p_mask, p_key_range, p_query_range, p_row_key, p_column_key, stride_mask_batch,

@@ -14,10 +14,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.tiles import component_bias, is_kept, is_visible, load_rows, load_tile, visible_keys
+from mgk.ops.triton.tiles import LENGTHS, component_bias, is_kept, is_visible, load_rows, load_tile, visible_keys
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def attention_forward(
     d_query, d_key, d_value, d_out, p_row, p_column, p_alpha, p_rho, p_scale, p_normaliser, p_mask, p_key_range,
     p_query_range, p_row_key, p_column_key, stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column,
@@ -104,7 +104,7 @@ def attention_forward(
     d_out.store([i_batch, i_query_head, o_first, 0], b_out.to(b_query.dtype).reshape(1, 1, BLOCK_I, DV))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def attention_repair(
     p_query, p_key, p_value, p_out, p_row, p_column, p_scale, p_normaliser, p_mask, p_key_range, p_query_range,
     p_row_key, p_column_key, stride_query_batch, stride_query_head, stride_query_token, stride_key_batch,

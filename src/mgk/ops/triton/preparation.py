@@ -12,10 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.tiles import load_rows
+from mgk.ops.triton.tiles import LENGTHS, load_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def logit_terms(
     p_query, p_key, p_shift, p_prior, p_scale, p_origin, p_key_mask, p_query_range, p_key_range, p_row, p_alpha,
     p_column, p_rho, p_wide, stride_query_batch, stride_query_head, stride_query_token, stride_key_batch, stride_key_head,

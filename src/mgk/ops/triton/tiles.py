@@ -9,6 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Arguments that change with the length of a sequence: nothing is compiled anew for them. (Padded lengths are always
+# multiples of 16, which is all that the compiler wants to know of them.)
+LENGTHS = ["num_queries", "num_keys", "num_blocks", "num_row_programs"]
+
 
 @triton.jit
 def load_tile(d_tensor, i_batch, i_head, o_first, ROWS: tl.constexpr, WIDTH: tl.constexpr):
