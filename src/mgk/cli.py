@@ -15,6 +15,7 @@ try:
 except ImportError as error:  # pragma: no cover
     raise SystemExit("the command mgk needs typer and transformers: pip install 'mgk[models]'") from error
 
+from mgk.commands.bench import app as bench_app
 from mgk.commands.training import register as register_training
 from mgk.data.commands import app as data_app
 from mgk.demo import demo
@@ -26,6 +27,7 @@ app = typer.Typer(
     help="Attention with a mixture of Gaussian keys.", no_args_is_help=True, pretty_exceptions_enable=False
 )
 app.add_typer(data_app, name="data")
+app.add_typer(bench_app, name="bench")
 app.command()(demo)
 register_training(app)
 

@@ -43,11 +43,12 @@ def attention_delta(
     m_i = o_i < num_queries
     o_row = i_head.to(tl.int64) * num_queries + o_i
     b_delta = tl.sum(b_out * b_grad, 1) - tl.load(p_grad_normaliser + o_row, mask=m_i, other=0.0)
-    b_reference = tl.load(p_normaliser + o_row, mask=m_i, other=float("-inf")) * 1.4426950408889634
+    b_normaliser = tl.load(p_normaliser + o_row, mask=m_i, other=float("-inf"))
+    b_reference = b_normaliser * 1.4426950408889634
     if FACTORED:
         b_reference -= tl.load(p_row + i_head.to(tl.int64) * M * padded_queries + o_i)
     # Rows that see nothing, and rows beyond the end, weigh nothing.
-    b_reference = tl.where(b_reference == float("-inf"), float("inf"), b_reference)
+    b_reference = tl.where(b_normaliser == float("-inf"), float("inf"), b_reference)
     o_padded = i_head.to(tl.int64) * padded_queries + o_i
     tl.store(p_reference + o_padded, b_reference)
     tl.store(p_delta + o_padded, b_delta)

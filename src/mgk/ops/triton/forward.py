@@ -14,18 +14,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.tiles import LENGTHS, component_bias, is_kept, is_visible, load_rows, load_tile, visible_keys
+from mgk.ops.triton.tiles import LENGTHS, component_bias, is_kept, is_visible, load_rows, load_tile, mark_wide, row_term, safe_ratio, visible_keys
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_forward(
-    d_query, d_key, d_value, d_out, p_row, p_column, p_alpha, p_rho, p_scale, p_normaliser, p_mask, p_key_range,
-    p_query_range, p_row_key, p_column_key, stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column,
+    d_query, d_key, d_value, d_out, p_row, p_column, p_alpha, p_rho, p_wide, p_scale, p_shift, p_origin, p_normaliser,
+    p_mask, p_key_range, p_query_range, p_row_key, p_column_key, stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column,
     scale, threshold, keep_scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys,
-    num_blocks, lowest_sum, highest_sum, margin,
+    num_blocks, width, largest_ratio, lowest_sum, highest_sum, margin,
     M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, JOINED: tl.constexpr, SUM_BY_PRODUCT: tl.constexpr, HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_RANGE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_RANGE: tl.constexpr, HAS_ORIGIN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Write ``out [B, H, Nq, Dv]`` and ``normaliser [B, H, Nq]`` (natural logarithm, NaN where unsafe)."""
@@ -60,8 +60,22 @@ def attention_forward(
     )
     b_query = load_tile(d_query, i_batch, i_query_head, o_first, BLOCK_I, D)
     b_alpha = tl.zeros([BLOCK_I], tl.float32)
+    b_first_row = tl.zeros([BLOCK_I], tl.float32)
+    b_gap = tl.zeros([BLOCK_I], tl.float32)
     if FACTORED:
-        b_alpha = tl.load(p_alpha + i_head.to(tl.int64) * padded_queries + o_i)
+        # The query is here already: its row terms are made on the way, and kept for repair and backward.
+        b_first_row = row_term(b_query, p_shift, p_origin, i_kv_head, i_kv, 0, scale, width, M, HAS_ORIGIN, D)
+        b_second_row = row_term(b_query, p_shift, p_origin, i_kv_head, i_kv, 1, scale, width, M, HAS_ORIGIN, D)
+        b_gap = b_second_row - b_first_row
+        b_alpha = safe_ratio(b_gap, largest_ratio)
+        mark_wide(p_wide, i_kv, b_alpha)
+        tl.store(p_row + o_i, b_first_row)
+        tl.store(p_row + padded_queries + o_i, b_second_row)
+        tl.store(p_alpha + i_head.to(tl.int64) * padded_queries + o_i, b_alpha)
+        # The last block may lie in the padding, and has done its work.
+        if o_first >= num_queries:
+            end_key = 0
+            end_full = 0
     b_row_key = tl.zeros([BLOCK_I], tl.int32)
     if DROPOUT:
         b_row_key = tl.load(p_row_key + i_head.to(tl.int64) * padded_queries + o_i)
@@ -71,7 +85,7 @@ def attention_forward(
     b_reference = tl.zeros([BLOCK_I], tl.float32)
     if end_key > first_key:
         b_reference = _largest_logit(
-            b_query, d_key, p_row, p_column, p_scale, p_mask, i_batch, i_kv_head, first_key, o_i, scale,
+            b_query, b_gap, d_key, p_row, p_column, p_scale, p_mask, i_batch, i_kv_head, first_key, o_i, scale,
             stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
             M, SHARED, FACTORED, JOINED, HAS_ROW, HAS_COLUMN, EQUAL, CAUSAL, HAS_MASK, PRECISION, BLOCK_J, D,
         ) + margin  # fmt: skip
@@ -94,9 +108,7 @@ def attention_forward(
 
     if SUM_BY_PRODUCT:
         b_sum = tl.max(b_sum, 1)  # sixteen times the same
-    b_normaliser = b_reference + tl.math.log2(b_sum)
-    if FACTORED:
-        b_normaliser += tl.load(p_row + o_i)
+    b_normaliser = b_first_row + b_reference + tl.math.log2(b_sum)
     b_safe = (b_sum >= lowest_sum) & (b_sum <= highest_sum)
     b_normaliser = tl.where(b_safe, b_normaliser * 0.6931471805599453, float("nan"))
     tl.store(p_normaliser + o_i, b_normaliser, mask=o_i < num_queries)
@@ -174,7 +186,7 @@ def attention_repair(
 
 @triton.jit
 def _largest_logit(
-    b_query, d_key, p_row, p_column, p_scale, p_mask, i_batch, i_kv_head, o_j, o_i, scale, stride_mask_row,
+    b_query, b_gap, d_key, p_row, p_column, p_scale, p_mask, i_batch, i_kv_head, o_j, o_i, scale, stride_mask_row,
     stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
     M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, JOINED: tl.constexpr, HAS_ROW: tl.constexpr,
     HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
@@ -191,7 +203,12 @@ def _largest_logit(
             HAS_COLUMN, PRECISION, BLOCK_J, D,
         )  # fmt: skip
         b_largest = tl.max(b_logit.reshape(b_query.shape[0], 2, BLOCK_J), 1)
-    for r in tl.static_range(0 if JOINED else M):
+    elif FACTORED:
+        b_key = load_tile(d_key, i_batch, i_kv_head, o_j, BLOCK_J, D)
+        b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
+        b_second = b_gap[:, None] + tl.load(p_column + padded_keys + o_columns)[None, :]
+        b_largest = b_product * scale + tl.maximum(tl.load(p_column + o_columns)[None, :], b_second)
+    for r in tl.static_range(0 if JOINED or FACTORED else M):
         if r == 0 or not SHARED:
             i_key_head = i_kv_head if SHARED else i_kv_head * M + r
             b_key = load_tile(d_key, i_batch, i_key_head, o_j, BLOCK_J, D)
@@ -207,10 +224,7 @@ def _largest_logit(
         num_keys, CAUSAL, HAS_MASK,
     )  # fmt: skip
     b_largest = tl.max(tl.where(b_seen, b_largest, float("-inf")), 1)
-    b_largest = tl.where(b_largest == float("-inf"), 0.0, b_largest)
-    if FACTORED:
-        b_largest -= tl.load(p_row + o_i)
-    return b_largest
+    return tl.where(b_largest == float("-inf"), 0.0, b_largest)
 
 
 @triton.jit

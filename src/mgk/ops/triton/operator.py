@@ -24,7 +24,7 @@ LOG2_E = math.log2(math.e)
 PADDING = 128
 # A small kernel works on this many numbers.
 BLOCK = 1024
-SMALL = tuning.Tile(0, 0, 4, 1)
+SMALL = tuning.Tile(0, 0, 2, 1)
 
 
 class Limits(NamedTuple):
@@ -91,7 +91,7 @@ class _Call(TermsLayout):
         self, query: Tensor, key: Tensor, value: Tensor | None, shift: Tensor | None, log_prior: Tensor | None,
         scales: Tensor | None, attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None,
         seed: Tensor | None, scale: float, gaussian: bool, is_causal: bool, hard: bool, dropout_p: float,
-        saved: Tensor | None = None,
+        saved: Tensor | None = None, makes_rows: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(query, key, shift, log_prior, scales, key_mask, gaussian, hard)
         self.query, self.key = aligned(query), aligned(key.flatten(1, 2))
@@ -135,7 +135,7 @@ class _Call(TermsLayout):
             self.mask_strides = tuple(0 if size == 1 else stride for size, stride in sizes)
         self._lay_out_terms(saved)
         if saved is None:
-            self._prepare_terms(key_mask)
+            self._prepare_terms(key_mask, makes_rows)
 
     def _lay_out_terms(self, saved: Tensor | None) -> None:
         """Name the parts of the one buffer that holds all terms, or ``saved``, which a forward pass has filled."""
@@ -146,13 +146,13 @@ class _Call(TermsLayout):
             part if part.numel() else None for part in parts.values()
         )
 
-    def _prepare_terms(self, key_mask: Tensor | None) -> None:
+    def _prepare_terms(self, key_mask: Tensor | None, makes_rows: bool) -> None:
         if not (self.has_row or self.has_column):
             return
         if self.wide is not None:
             self.wide.zero_()
-        rows = 16 if tuning.is_interpreted() else max(8, min(128, 8192 // self.block_d))
-        row_programs = self.batch * self.heads * self.padded_queries // rows if self.has_row else 0
+        rows = _rows_of_small_kernels(self.block_d)
+        row_programs = self.batch * self.heads * self.padded_queries // rows if self.has_row and makes_rows else 0
         column_programs = self.batch * self.kv_heads * self.padded_keys // rows if self.has_column else 0
         prior, prior_strides = self.log_prior, (0, 0, 0)
         if prior is not None:
@@ -203,9 +203,9 @@ class _Call(TermsLayout):
     def kernel(self, name: str) -> tuning.Kernel:
         """What this call's tile is chosen by."""
         width = block_width(max(self.width, 0 if self.value is None else self.value.shape[-1]))
-        products = 1 if self.options["SHARED"] else self.components
+        kind = "pair" if self.paired else "one" if self.options["SHARED"] else "several"
         return tuning.Kernel(
-            name, width, self.dtype.itemsize, products, bool(self.options["CAUSAL"]), self.attn_mask is not None
+            name, width, self.dtype.itemsize, kind, bool(self.options["CAUSAL"]), self.attn_mask is not None
         )
 
     def run(self, name: str, run: Any) -> None:
@@ -217,6 +217,10 @@ class _Call(TermsLayout):
 def block_width(width: int) -> int:
     """Columns of a block: a power of two that matrix units take."""
     return max(16, 1 << (width - 1).bit_length())
+
+
+def _rows_of_small_kernels(width: int) -> int:
+    return 16 if tuning.is_interpreted() else max(8, min(64, 8192 // width))
 
 
 def _blocks(length: int, size: int) -> int:
@@ -299,9 +303,11 @@ def fused_attention(
         ``[B, H, Nq, Dv]``, fp32 ``[B, H, Nq]``, and what backward wants to know of rows and columns.
     """
     with _on_device(query):
+        # The forward kernel makes the rows of a factored pair itself.
+        makes_rows = not TermsLayout(query, key, shift, log_prior, scales, key_mask, gaussian, hard).factored
         call = _Call(
             query, key, value, shift, log_prior, scales, attn_mask, key_mask, query_mask, seed, scale, gaussian,
-            is_causal, hard, dropout_p,
+            is_causal, hard, dropout_p, makes_rows=makes_rows,
         )  # fmt: skip
         assert call.value is not None
         values = call.value
@@ -318,16 +324,18 @@ def fused_attention(
         by_product = call.joined and not hard and seed is None and is_half and widths["DV"] in (32, 64)
 
         def run(tile: tuning.Tile) -> None:
-            blocks = _blocks(call.queries, tile.rows)
+            # Rows are made up to the end of the padding, which backward reads.
+            blocks = _blocks(call.padded_queries if call.factored else call.queries, tile.rows)
             launch(
                 forward.attention_forward,
                 blocks * call.batch * call.heads,
                 (
                     descriptor(call.query, tile.rows), descriptor(call.key, tile.columns, 2 if call.joined else 1),
                     descriptor(values, tile.columns), descriptor(out, tile.rows), call.row, call.column, call.alpha,
-                    call.rho, call.scales, normaliser, *masks, *scalars, *sizes, blocks, *call.limits[1:],
+                    call.rho, call.wide, call.scales, call.shift, call.origin, normaliser, *masks, *scalars, *sizes,
+                    blocks, call.width, *call.limits,
                 ),
-                {**call.options, **widths, "JOINED": call.joined, "SUM_BY_PRODUCT": by_product, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
+                {**call.options, **widths, "JOINED": call.joined, "HAS_ORIGIN": call.origin is not None, "SUM_BY_PRODUCT": by_product, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
                 tile,
             )  # fmt: skip
 
@@ -366,7 +374,7 @@ def fused_attention_backward(
         grad_out, out, grad_normaliser = aligned(grad_out), aligned(out), grad_normaliser.contiguous()
         reference = call._new(call.batch, call.heads, call.padded_queries)
         delta = torch.empty_like(reference)
-        rows = 16 if tuning.is_interpreted() else 64
+        rows = _rows_of_small_kernels(block_width(out.shape[-1]))
         blocks = call.padded_queries // rows
         launch(
             backward.attention_delta,

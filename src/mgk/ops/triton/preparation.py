@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.tiles import LENGTHS, load_rows
+from mgk.ops.triton.tiles import LENGTHS, load_rows, mark_wide, safe_ratio
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -127,10 +127,10 @@ def _column_terms(
             if r == 0:
                 b_first = b_column
             else:
-                b_ratio = _safe_ratio(b_column - b_first, limit)
+                b_ratio = safe_ratio(b_column - b_first, limit)
                 b_ratio = tl.where(b_column == float("-inf"), 0.0, b_ratio)
                 tl.store(p_rho + i_kv.to(tl.int64) * padded_keys + o_j, b_ratio)
-                _mark_wide(p_wide, i_kv, b_ratio)
+                mark_wide(p_wide, i_kv, b_ratio)
 
 
 @triton.jit
@@ -161,22 +161,9 @@ def _row_terms(
             if r == 0:
                 b_first = b_row
             else:
-                b_ratio = _safe_ratio(b_row - b_first, limit)
+                b_ratio = safe_ratio(b_row - b_first, limit)
                 tl.store(p_alpha + i_head.to(tl.int64) * padded_queries + o_i, b_ratio)
-                _mark_wide(p_wide, i_kv, b_ratio)
-
-
-@triton.jit
-def _safe_ratio(b_gap, limit):
-    """``2^gap``, or NaN where it leaves ``2^-limit ... 2^limit``: the kernels do not trust such a row."""
-    return tl.where(tl.abs(b_gap) <= limit, tl.math.exp2(b_gap), float("nan"))
-
-
-@triton.jit
-def _mark_wide(p_wide, i_kv, b_ratio):
-    """Tell backward that some ratio of this key/value head cannot be trusted. All who write write the same."""
-    if tl.max((b_ratio != b_ratio).to(tl.int32), 0) > 0:
-        tl.store(p_wide + i_kv, 1.0)
+                mark_wide(p_wide, i_kv, b_ratio)
 
 
 @triton.jit

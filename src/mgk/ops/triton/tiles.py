@@ -69,6 +69,33 @@ def is_visible(
 
 
 @triton.jit
+def row_term(
+    b_query, p_shift, p_origin, i_kv_head, i_kv, i_component, scale, width,
+    M: tl.constexpr, HAS_ORIGIN: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """``scale (q_i - origin) . shift_r``, ``[rows]``."""
+    o_d = tl.arange(0, D)
+    b_shift = tl.load(p_shift + (i_kv_head * M + i_component) * width + o_d, mask=o_d < width, other=0.0)
+    b_row = tl.sum(b_query.to(tl.float32) * b_shift[None, :], 1)
+    if HAS_ORIGIN:
+        b_row -= tl.sum(tl.load(p_origin + i_kv.to(tl.int64) * D + o_d) * b_shift, 0)
+    return b_row * scale
+
+
+@triton.jit
+def safe_ratio(b_gap, limit):
+    """``2^gap``, or NaN where it leaves ``2^-limit ... 2^limit``: the kernels do not trust such a row or column."""
+    return tl.where(tl.abs(b_gap) <= limit, tl.math.exp2(b_gap), float("nan"))
+
+
+@triton.jit
+def mark_wide(p_wide, i_kv, b_ratio):
+    """Tell backward that some ratio of this key/value head cannot be trusted. All who write write the same."""
+    if tl.max((b_ratio != b_ratio).to(tl.int32), 0) > 0:
+        tl.store(p_wide + i_kv, 1.0)
+
+
+@triton.jit
 def visible_keys(
     p_key_range, p_query_range, i_batch, o_first, causal_offset, num_keys, CAUSAL: tl.constexpr,
     HAS_RANGE: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,

@@ -1,7 +1,7 @@
-"""Block sizes, warps and pipeline stages of the kernels: a table, measured once, so that no call ever waits for a trial.
+"""Block sizes, warps and pipeline stages of the kernels: a table, measured once, so that no call waits for a trial.
 
-``MGK_AUTOTUNE=1`` tries the candidates the first time a kind of kernel is met (never again for another length) and keeps
-the fastest of this process.
+``MGK_AUTOTUNE=1`` tries the candidates the first time a kind of kernel is met (never again for another length) and
+keeps the fastest of this process.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Kernel(NamedTuple):
     """the larger of D and Dv, rounded up to a power of two"""
     element_size: int
     """bytes of a number"""
-    products: int
-    """matrix products of query and key: M for projected keys, 1 for shifted ones"""
+    kind: str
+    """``"pair"`` of shifted keys, ``"one"`` key (or shifted keys done one by one), ``"several"`` projected keys"""
     is_causal: bool
     has_mask: bool
     """an attention mask, read pair by pair"""
@@ -51,24 +51,17 @@ class Kernel(NamedTuple):
 INTERPRETED = Tile(16, 16, 4, 1)
 """Small, so that short sequences cross several blocks."""
 
-# Half precision on Hopper, by (kernel, width, one product or several), measured on an H200.
-HOPPER: dict[tuple[str, int, bool], Tile] = {
-    ("forward", 16, True): Tile(64, 128, 4, 3, 128),
-    ("forward", 32, True): Tile(64, 128, 4, 3, 128),
-    ("forward", 64, True): Tile(64, 128, 4, 2),
-    ("forward", 128, True): Tile(128, 64, 8, 2, 128),
-    ("forward", 16, False): Tile(64, 64, 4, 3),
-    ("forward", 32, False): Tile(64, 64, 4, 3),
-    ("forward", 64, False): Tile(64, 64, 4, 2),
-    ("forward", 128, False): Tile(64, 64, 4, 2),
-    ("key_value", 16, True): Tile(64, 64, 4, 2, 168),
-    ("key_value", 32, True): Tile(64, 64, 4, 2, 168),
-    ("key_value", 64, True): Tile(64, 64, 4, 2, 168),
-    ("key_value", 128, True): Tile(64, 64, 4, 2),
-    ("query", 16, True): Tile(64, 64, 4, 2, 128),
-    ("query", 32, True): Tile(64, 64, 4, 2, 128),
-    ("query", 64, True): Tile(64, 64, 4, 2, 128),
-    ("query", 128, True): Tile(64, 64, 4, 2),
+# Half precision on Hopper, measured on an H200. By kernel and kind, then by width: 16 and 32, 64, 128.
+HOPPER: dict[tuple[str, str], tuple[Tile, Tile, Tile]] = {
+    ("forward", "one"): (Tile(64, 128, 4, 3, 128), Tile(64, 128, 4, 2), Tile(128, 64, 8, 2, 128)),
+    ("forward", "pair"): (Tile(64, 128, 4, 3, 128), Tile(64, 128, 4, 2), Tile(128, 64, 8, 2, 128)),
+    ("forward", "several"): (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    ("key_value", "one"): (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
+    ("key_value", "pair"): (Tile(64, 64, 4, 2, 168), Tile(64, 64, 4, 2, 168), Tile(64, 64, 4, 2)),
+    ("key_value", "several"): (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
+    ("query", "one"): (Tile(64, 64, 4, 3, 128), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    ("query", "pair"): (Tile(64, 64, 4, 2, 128), Tile(64, 64, 4, 2, 128), Tile(64, 64, 4, 2)),
+    ("query", "several"): (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
 }
 
 CANDIDATES = [
@@ -114,16 +107,16 @@ def tune(kernel: Kernel, device: torch.device, launch: Callable[[Tile], object])
 
 
 def _from_table(kernel: Kernel) -> Tile:
-    one_product = kernel.products == 1
-    if kernel.name == "repair" and kernel.width <= 128 and kernel.element_size == 2:
+    # Room first: fp32 products take no tensor cores; wide heads and masks fill registers and shared memory.
+    if kernel.element_size == 4 or kernel.width > 128:
+        return Tile(32, 32, 4, 1 if kernel.width > 64 else 2)
+    if kernel.name == "repair":
         return Tile(64, 32, 4, 2)
-    if kernel.element_size == 4 or kernel.width > 128 or kernel.has_mask:
-        # Room first: fp32 products take no tensor cores, wide heads and masks fill registers and shared memory.
-        if kernel.width > 128 or kernel.element_size == 4:
-            return Tile(32, 32, 4, 1) if kernel.width > 64 else Tile(32, 32, 4, 2)
-        return Tile(64, 64, 4, 2) if kernel.width <= 64 else Tile(64, 32, 4, 2)
-    found = HOPPER.get((kernel.name, kernel.width, one_product)) or HOPPER[(kernel.name, kernel.width, True)]
-    return found
+    if kernel.has_mask:
+        return Tile(64, 64 if kernel.width <= 64 else 32, 4, 2)
+    if kernel.name == "key_value" and kernel.kind == "pair" and kernel.width == 64 and kernel.is_causal:
+        return Tile(64, 64, 4, 3, 168)
+    return HOPPER[kernel.name, kernel.kind][{16: 0, 32: 0, 64: 1, 128: 2}[kernel.width]]
 
 
 @functools.cache

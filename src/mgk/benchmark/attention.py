@@ -1,0 +1,154 @@
+"""One shape of attention: the stock kernels with all the heads against the presets with half of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mgk.benchmark.contestants import Contestant
+from mgk.benchmark.correctness import Judge, WrongResultError
+from mgk.benchmark.entry import Entry, LeftOut, enter
+from mgk.benchmark.inputs import Inputs, draw
+from mgk.benchmark.shape import Shape
+from mgk.benchmark.timing import Clock, Effort, HostClock, Report, StreamClock, Timing, no_report, take_turns
+from mgk.training.result import device_name
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What came of a shape, as records of the JSON."""
+
+    baselines: list[Record] = field(default_factory=list)
+    """Softmax with all the heads, one for each stock kernel."""
+    rows: list[Record] = field(default_factory=list)
+    """One for each preset through each backend, beside the fastest baseline."""
+    failures: list[Record] = field(default_factory=list)
+    """Those whose result is wrong: they have no times."""
+    skipped: list[Record] = field(default_factory=list)
+    """Those that could not be tried, and why."""
+
+
+def compare(
+    shape: Shape,
+    contestants: Sequence[Contestant],
+    judge: Judge,
+    effort: Effort,
+    *,
+    clock: Clock | None = None,
+    report: Report = no_report,
+) -> Comparison:
+    """Check every contestant, then time those that are right, in turn.
+
+    Args:
+        shape: what the baselines are given; the others get half its heads.
+        contestants: with baselines among them, or there is nothing to compare with.
+        judge: says who is right, on which device and in which dtype.
+        effort: how long it may take.
+        clock: how times are taken; ``None``: as the device needs it.
+        report: told how far it is.
+    """
+    found = Comparison()
+    steps = len(contestants) + effort.rounds
+    drawn: dict[tuple[str, int], Inputs] = {}
+    entries: list[Entry] = []
+    for number, contestant in enumerate(contestants):
+        report(number, steps, f"checking {contestant.name}")
+        heads = shape.heads if contestant.is_baseline else shape.mixture_heads
+        try:
+            # All backends of a preset see the same numbers.
+            inputs = drawn.get((contestant.preset, heads))
+            if inputs is None:
+                inputs = drawn[contestant.preset, heads] = draw(
+                    contestant.preset, batch=shape.batch, heads=heads, tokens=shape.tokens, head_dim=shape.head_dim,
+                    is_causal=shape.is_causal, dtype=judge.dtype, device=judge.device,
+                )  # fmt: skip
+            entries.append(enter(contestant, inputs, shape, judge, effort.slowest))
+        except LeftOut as error:
+            found.skipped.append({**_facts(contestant, shape, judge), "reason": str(error)})
+        except WrongResultError as error:
+            reason = {"reason": str(error), "error": error.errors}
+            found.failures.append({**_facts(contestant, shape, judge), **reason})
+    if not any(entry.contestant.is_baseline for entry in entries):
+        reasons = "; ".join(each["reason"] for each in [*found.failures, *found.skipped])
+        raise RuntimeError(f"a stock kernel must run at {shape}, got none: {reasons}")
+    if clock is None:
+        clock = StreamClock(judge.device) if judge.device.type == "cuda" else HostClock()
+    timings: dict[str, Timing] = {}
+    light = [entry for entry in entries if not entry.is_heavy]
+    for group in (light, *([entry] for entry in entries if entry.is_heavy)):
+        if judge.device.type == "cuda":
+            # What another group keeps of the memory must not be in the way.
+            torch.cuda.empty_cache()
+        timings |= take_turns(
+            [candidate for entry in group for candidate in (entry.forward, entry.training)], clock, effort,
+            lambda done, total, text: report(len(contestants) + done, steps, text),
+        )  # fmt: skip
+    _add_records(found, entries, timings, shape, judge)
+    report(steps, steps, "done")
+    return found
+
+
+def _add_records(
+    found: Comparison, entries: list[Entry], timings: dict[str, Timing], shape: Shape, judge: Judge
+) -> None:
+    """Ratios are those to the fastest baseline of each direction."""
+    stock = [entry for entry in entries if entry.contestant.is_baseline]
+    ours = [entry for entry in entries if not entry.contestant.is_baseline]
+    for entry in stock:
+        found.baselines.append({**_facts(entry.contestant, shape, judge), **_costs(entry, timings)})
+    fastest = min(stock, key=lambda entry: timings[entry.forward.name].ms)
+    fastest_training = min(stock, key=lambda entry: timings[entry.training.name].ms)
+    baseline, baseline_training = timings[fastest.forward.name], timings[fastest_training.training.name]
+    plain_heads = {entry.contestant.backend: entry for entry in ours if entry.contestant.preset == "softmax"}
+    for entry in ours:
+        forward, training = timings[entry.forward.name], timings[entry.training.name]
+        plain = plain_heads.get(entry.contestant.backend)
+        row = {
+            **_facts(entry.contestant, shape, judge),
+            **_costs(entry, timings),
+            "baseline": fastest.contestant.backend,
+            "baseline_ms": baseline.ms,
+            "baseline_training": fastest_training.contestant.backend,
+            "baseline_training_ms": baseline_training.ms,
+            "baseline_peak_bytes": fastest_training.peak_bytes,
+            "forward_ratio": baseline.ms / forward.ms,
+            "training_ratio": baseline_training.ms / training.ms,
+            "forward_over_softmax_head": None if plain is None else forward.ms / timings[plain.forward.name].ms,
+            "training_over_softmax_head": None if plain is None else training.ms / timings[plain.training.name].ms,
+            "noise": max(each.noise for each in (forward, training, baseline, baseline_training)),
+        }
+        found.rows.append(row)
+
+
+def _facts(contestant: Contestant, shape: Shape, judge: Judge) -> Record:
+    who = {"kernel": contestant.backend, "heads": shape.heads}
+    if not contestant.is_baseline:
+        who = {"backend": contestant.backend, "heads": shape.mixture_heads, "baseline_heads": shape.heads}
+    return {
+        "device": device_name(judge.device),
+        "dtype": str(judge.dtype).removeprefix("torch."),
+        **shape.facts(),
+        "preset": contestant.preset,
+        **who,
+    }
+
+
+def _costs(entry: Entry, timings: dict[str, Timing]) -> Record:
+    forward, training = timings[entry.forward.name], timings[entry.training.name]
+    return {
+        "forward_ms": forward.ms,
+        "training_ms": training.ms,
+        "forward_device_ms": forward.device_ms,
+        "training_device_ms": training.device_ms,
+        "forward_host_ms": forward.host_ms,
+        "training_host_ms": training.host_ms,
+        "peak_bytes": entry.peak_bytes,
+        "samples": min(forward.samples, training.samples),
+        "noise": max(forward.noise, training.noise),
+        "error": entry.errors,
+    }

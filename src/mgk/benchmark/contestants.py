@@ -1,0 +1,85 @@
+"""Who takes part: softmax through every stock kernel, and the presets through every backend of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import mgk
+from mgk.benchmark import eager
+from mgk.benchmark.inputs import Inputs
+
+KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+"""The kernels of ``F.scaled_dot_product_attention``."""
+
+EAGER = "eager"
+"""The backend that is none: the formula of the paper's code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """A way to compute attention."""
+
+    preset: str
+    backend: str
+    """Of :func:`mgk.mixture_attention`, or ``eager``; of a baseline the name of the kernel."""
+    attention: Callable[[Inputs], Tensor]
+    """``[B, H, N, D]``"""
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
+    """What has to surround a call."""
+    is_baseline: bool = False
+    """Whether it has all the heads, and is what the others are compared with."""
+
+    @property
+    def name(self) -> str:
+        return f"softmax through SDPA {self.backend}" if self.is_baseline else f"{self.preset} through {self.backend}"
+
+    def expected_bytes(self, inputs: Inputs) -> int:
+        """What it needs if that grows with the number of pairs, else 0."""
+        return eager.peak_bytes(inputs) if self.backend in (EAGER, "math") else 0
+
+
+def baselines(device: torch.device) -> list[Contestant]:
+    """Softmax attention through each stock kernel that the device may have."""
+    names = KERNELS if device.type == "cuda" else ("flash", "math")
+    return [
+        Contestant(
+            preset="softmax", backend=name, attention=_stock, is_baseline=True,
+            context=lambda kernel=KERNELS[name]: sdpa_kernel(kernel),  # type: ignore[misc]
+        )
+        for name in names
+    ]  # fmt: skip
+
+
+def mixtures(presets: Sequence[str], backends: Sequence[str]) -> list[Contestant]:
+    """Each preset through each backend."""
+    return [
+        Contestant(preset=preset, backend=backend, attention=eager.attention if backend == EAGER else _through(backend))
+        for preset in presets
+        for backend in backends
+    ]
+
+
+def _stock(inputs: Inputs) -> Tensor:
+    return F.scaled_dot_product_attention(inputs.query, inputs.key, inputs.value, is_causal=inputs.is_causal)
+
+
+def _through(backend: str) -> Callable[[Inputs], Tensor]:
+    def attention(inputs: Inputs) -> Tensor:
+        return mgk.mixture_attention(
+            inputs.query, inputs.key, inputs.value, shift=inputs.shift, log_prior=inputs.log_prior,
+            similarity=inputs.similarity, assignment=inputs.assignment, is_causal=inputs.is_causal, backend=backend,
+        )  # fmt: skip
+
+    return attention

@@ -1,0 +1,45 @@
+"""Results as the Markdown of the docs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mgk.benchmark import cells
+from mgk.benchmark.attention import Record
+
+FASTEST_FIRST = ("triton", "sdpa", "chunked", "auto", "reference", "eager")
+
+
+def tables(result: Mapping[str, Any]) -> str:
+    """Everything of the first shape; of the others the fastest stock kernels, and the best backend."""
+    versions = result["versions"]
+    dtypes = ", ".join(dict.fromkeys(record["dtype"] for record in result["rows"]))
+    parts = [
+        f"{result['device']}, {dtypes}, torch {versions['torch']}, triton {versions['triton']}, "
+        f"{result['written'][:10]}."
+    ]
+    if result["benchmark"] == "retrieval":
+        parts.append(_table(cells.RETRIEVAL, cells.retrieval_cells([*result["baselines"], *result["rows"]])))
+        return "\n\n".join(parts)
+    baselines, rows = ([record for record in result[name] if not record.get("sweep")] for name in ("baselines", "rows"))
+    measured = {record["backend"] for record in rows}
+    best = next(backend for backend in FASTEST_FIRST if backend in measured)
+    for number, shape in enumerate(dict.fromkeys(map(cells.show_shape, baselines))):
+        stock = [record for record in baselines if cells.show_shape(record) == shape]
+        ours = [record for record in rows if cells.show_shape(record) == shape]
+        if number > 0:
+            stock, ours = _fastest(stock), [record for record in ours if record["backend"] == best]
+        parts += [f"**{shape.capitalize()}**", _table(cells.ATTENTION, cells.attention_cells([*stock, *ours]))]
+    return "\n\n".join(parts)
+
+
+def _fastest(stock: list[Record]) -> list[Record]:
+    """The kernel that wins forward and the one that wins training, which may be one."""
+    winners = [min(stock, key=lambda record: record[time])["kernel"] for time in ("forward_ms", "training_ms")]
+    return [record for record in stock if record["kernel"] in winners]
+
+
+def _table(headers: Iterable[str], lines: Iterable[list[str]]) -> str:
+    headers = list(headers)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (headers, ["---"] * len(headers), *lines))

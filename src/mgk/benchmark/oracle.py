@@ -1,0 +1,44 @@
+"""Mixture attention in fp64, one head at a time, so that it fits beside what it judges. Shares no line with the ops."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mgk.benchmark.inputs import Inputs
+
+
+def attention(inputs: Inputs) -> Tensor:
+    """``[B, H, N, D]`` in fp64, differentiable."""
+    batch, heads, tokens, _ = inputs.query.shape
+    rows = torch.arange(tokens, device=inputs.query.device)
+    found = [attention_rows(inputs, b, h, rows) for b in range(batch) for h in range(heads)]
+    return torch.stack(found).unflatten(0, (batch, heads))
+
+
+def attention_rows(inputs: Inputs, batch: int, head: int, rows: Tensor) -> Tensor:
+    """The output of a few queries of one head, ``[R, D]`` for ``rows [R]``. Memory is R times the number of keys."""
+    query = inputs.query[batch, head, rows].double()
+    key, value = inputs.key[batch, head].double(), inputs.value[batch, head].double()
+    key = key if key.ndim == 3 else key[None]  # [M, N, D]
+    if inputs.shift is not None:
+        key = key + inputs.shift[head].double()[:, None]
+    variance = math.sqrt(query.shape[-1])
+
+    logit = query @ key.mT / variance  # [M, R, N]
+    if inputs.similarity == "gaussian":
+        # In fp64 the expansion of |q - k|^2 leaves more digits than any candidate has.
+        norms = query.square().sum(-1)[:, None] + key.square().sum(-1)[:, None, :]
+        logit = logit - norms / (2 * variance)
+    if inputs.assignment == "hard":
+        logit = logit.amax(dim=0)
+    else:
+        if inputs.log_prior is not None:
+            logit = logit + inputs.log_prior[head].double()[:, None, None]
+        logit = logit.logsumexp(dim=0)
+    if inputs.is_causal:
+        position = torch.arange(value.shape[0], device=rows.device)
+        logit = logit.masked_fill(position > rows[:, None], -math.inf)
+    return logit.softmax(dim=-1) @ value

@@ -1,0 +1,116 @@
+"""What a benchmark of attention measures, unless told otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mgk.benchmark.contestants import EAGER
+from mgk.benchmark.shape import Shape
+from mgk.benchmark.sweep import lengths
+from mgk.benchmark.timing import Effort
+from mgk.nn.presets import LINEAR_PRESETS, PRESETS
+from mgk.ops.attention import BACKENDS
+
+# Every kind of call there is: as calls, the EM variants are the learned ones, and softmax-smgk is softmax.
+USUAL_PRESETS = ("softmax", "gaussian", "smgk", "mgk", "smgk-hard", "mgk-hard", "softmax-mgk")
+QUICK_PRESETS = ("softmax", "smgk", "mgk")
+SWEPT_PRESETS = ("smgk", "mgk")
+USUAL_BACKENDS = ("triton", "sdpa", "chunked", EAGER)
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+# The heads of the Long Range Arena, wider ones, and two language models'.
+CUDA_SHAPES = (
+    Shape(batch=32, heads=8, tokens=4096, head_dim=32),
+    Shape(batch=32, heads=8, tokens=4096, head_dim=64),
+    Shape(batch=8, heads=16, tokens=4096, head_dim=128, is_causal=True),
+    Shape(batch=4, heads=16, tokens=16384, head_dim=64, is_causal=True),
+)
+CPU_SHAPES = (
+    Shape(batch=1, heads=8, tokens=1024, head_dim=32),
+    Shape(batch=1, heads=8, tokens=1024, head_dim=64, is_causal=True),
+)
+CPU_QUICK_SHAPES = (Shape(batch=1, heads=4, tokens=256, head_dim=32),)
+CUDA_LENGTHS = lengths(Shape(batch=1, heads=8, tokens=512, head_dim=64, is_causal=True), 131072)
+CPU_LENGTHS = lengths(Shape(batch=1, heads=4, tokens=256, head_dim=32, is_causal=True), 2048)
+CPU_QUICK_LENGTHS = lengths(Shape(batch=1, heads=2, tokens=64, head_dim=16, is_causal=True), 256)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is measured, and how thoroughly."""
+
+    presets: Sequence[str]
+    """With softmax among them: what a mixture costs over a plain head of our own is counted from there."""
+    backends: Sequence[str]
+    dtype: torch.dtype
+    shapes: Sequence[Shape]
+    swept_presets: Sequence[str]
+    lengths: Sequence[Shape]
+    """Empty: no sweep."""
+    effort: Effort
+
+    def facts(self) -> dict[str, Any]:
+        """What the JSON says of it."""
+        return {
+            "presets": list(self.presets),
+            "backends": list(self.backends),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "rounds": self.effort.rounds,
+            "seconds": self.effort.seconds,
+            "slowest": self.effort.slowest,
+        }
+
+
+def make_plan(
+    device: torch.device,
+    *,
+    presets: Sequence[str] | None = None,
+    backends: Sequence[str] | None = None,
+    shapes: Sequence[str] | None = None,
+    dtype: str = "auto",
+    quick: bool = False,
+    sweep: bool | None = None,
+) -> Plan:
+    """A plan for a device; what is not given is chosen. A sweep is left out of a quick run unless asked for."""
+    is_cuda = device.type == "cuda"
+    check_presets(presets or ())
+    chosen = presets or (QUICK_PRESETS if quick else USUAL_PRESETS)
+    if dtype == "auto":
+        dtype = "bfloat16" if is_cuda else "float32"
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype must be auto or one of {', '.join(DTYPES)}, got {dtype!r}")
+    for name in backends or ():
+        if name not in (*BACKENDS, EAGER):
+            raise ValueError(f"--backend must be one of {', '.join((*BACKENDS, EAGER))}, got {name!r}")
+    usual_backends = USUAL_BACKENDS[:2] if quick and is_cuda else USUAL_BACKENDS
+    usual_shapes = CUDA_SHAPES if is_cuda else CPU_QUICK_SHAPES if quick else CPU_SHAPES
+    usual_lengths = CUDA_LENGTHS if is_cuda else CPU_QUICK_LENGTHS if quick else CPU_LENGTHS
+    return Plan(
+        presets=list(dict.fromkeys(["softmax", *chosen])),
+        backends=list(dict.fromkeys(backends or usual_backends)),
+        dtype=DTYPES[dtype],
+        shapes=[Shape.parse(text) for text in shapes] if shapes else usual_shapes,
+        swept_presets=list(dict.fromkeys(presets or SWEPT_PRESETS)),
+        lengths=usual_lengths if (not quick if sweep is None else sweep) else [],
+        effort=usual_effort(device, quick),
+    )
+
+
+def usual_effort(device: torch.device, quick: bool) -> Effort:
+    """How long a measurement may take on a device."""
+    if device.type == "cuda":
+        return Effort(rounds=8 if quick else 20, seconds=0.2 if quick else 0.5, fewest=3, slowest=1.0)
+    return Effort(rounds=3 if quick else 7, seconds=1.0 if quick else 4.0, fewest=3, slowest=1.0 if quick else 8.0)
+
+
+def check_presets(names: Sequence[str]) -> None:
+    """Refuse what is no preset of the benchmark."""
+    for name in names:
+        if name in LINEAR_PRESETS:
+            raise ValueError(f"--preset must not be linear attention, got {name!r}: use one of {', '.join(PRESETS)}")
+        if name not in PRESETS:
+            raise ValueError(f"--preset must be one of {', '.join(PRESETS)}, got {name!r}")

@@ -1,0 +1,73 @@
+"""The JSON of a benchmark: what was measured, where, when, and with which versions."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mgk
+from mgk.benchmark.attention import Comparison
+from mgk.training.result import device_name
+
+KINDS = ("attention", "retrieval")
+"""What the key ``benchmark`` of a result may say."""
+
+
+def begin(kind: str, device: torch.device, config: dict[str, Any]) -> dict[str, Any]:
+    """A result without rows."""
+    assert kind in KINDS
+    return {
+        "benchmark": kind,
+        "device": device_name(device),
+        "versions": versions(),
+        "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "config": config,
+        "baselines": [],
+        "rows": [],
+        "failures": [],
+        "skipped": [],
+    }
+
+
+def add(result: dict[str, Any], found: Comparison) -> None:
+    """Put what came of a shape into a result."""
+    for name in ("baselines", "rows", "failures", "skipped"):
+        result[name] += getattr(found, name)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A result that was written before."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} must be the JSON of a benchmark, got {error}") from error
+    if not isinstance(found, dict) or found.get("benchmark") not in KINDS:
+        raise ValueError(f"{path} must be a result of mgk bench {' or '.join(KINDS)}, got something else")
+    return found
+
+
+def short_name(device: torch.device) -> str:
+    """For a file: ``h200`` or ``cpu``."""
+    return "cpu" if device.type != "cuda" else torch.cuda.get_device_name(device).split()[-1].lower()
+
+
+def versions() -> dict[str, str]:
+    """What times may depend on."""
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = "none"
+    return {
+        "mgk": mgk.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "none",
+        "cudnn": str(torch.backends.cudnn.version() or "none") if torch.cuda.is_available() else "none",
+        "triton": triton,
+    }

@@ -1,0 +1,53 @@
+"""The sizes that attention is measured at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Softmax attention that is to be replaced. What replaces it gets half the heads, each as wide as before."""
+
+    batch: int
+    heads: int
+    """Of the softmax attention."""
+    tokens: int
+    head_dim: int
+    is_causal: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "heads", "tokens", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} of a shape must be at least 1, got {getattr(self, name)}")
+        if self.heads % 2 != 0:
+            raise ValueError(f"heads of a shape must be even, since the mixtures get half of them, got {self.heads}")
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """``B,H,N,D`` or ``B,H,N,D,causal``."""
+        sizes, last = text.split(","), ""
+        if sizes[-1] in ("causal", "full"):
+            last = sizes.pop()
+        if len(sizes) != 4 or not all(size.strip().isdecimal() for size in sizes):
+            raise ValueError(f"--shape must look like 32,8,4096,64 or 32,8,4096,64,causal, got {text!r}")
+        batch, heads, tokens, head_dim = map(int, sizes)
+        return cls(batch=batch, heads=heads, tokens=tokens, head_dim=head_dim, is_causal=last == "causal")
+
+    @property
+    def mixture_heads(self) -> int:
+        return self.heads // 2
+
+    def __str__(self) -> str:
+        kind = "causal" if self.is_causal else "full"
+        return f"batch {self.batch}, {self.heads} heads, {self.tokens:,} tokens, head_dim {self.head_dim}, {kind}"
+
+    def facts(self) -> dict[str, Any]:
+        """What a row of the JSON says of it, but for the heads."""
+        return {
+            "batch": self.batch,
+            "tokens": self.tokens,
+            "head_dim": self.head_dim,
+            "causal": self.is_causal,
+        }

@@ -1,0 +1,63 @@
+"""Time and memory against the length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from mgk.benchmark.attention import Comparison, compare
+from mgk.benchmark.contestants import Contestant
+from mgk.benchmark.correctness import Judge
+from mgk.benchmark.shape import Shape
+from mgk.benchmark.timing import Effort, Report, no_report
+
+
+def lengths(shortest: Shape, longest: int) -> list[Shape]:
+    """The shape at every length that is twice the one before."""
+    found = [shortest]
+    while 2 * found[-1].tokens <= longest:
+        found.append(replace(found[-1], tokens=2 * found[-1].tokens))
+    return found
+
+
+def sweep(
+    shapes: Sequence[Shape],
+    contestants: Sequence[Contestant],
+    judge: Judge,
+    effort: Effort,
+    *,
+    report: Callable[[Shape], Report] = lambda shape: no_report,
+) -> Iterator[Comparison]:
+    """Compare at each length, from short to long. Its records say ``"sweep": true``.
+
+    Who is left out at one length is not tried at the next, nor is who would take longer than ``effort.slowest``.
+    ``report`` is asked for a report at each length.
+    """
+    present = list(contestants)
+    for shape in shapes:
+        found = compare(shape, present, judge, effort, report=report(shape))
+        present = _without_the_slow(present, found, effort.slowest)
+        for records in (found.baselines, found.rows, found.failures, found.skipped):
+            for record in records:
+                record["sweep"] = True
+        yield found
+
+
+def _without_the_slow(present: Sequence[Contestant], found: Comparison, slowest: float) -> list[Contestant]:
+    """Those that can be expected to manage twice the length; of the others the comparison says why."""
+    staying = []
+    for contestant in present:
+        records, name = (found.baselines, "kernel") if contestant.is_baseline else (found.rows, "backend")
+        own = [each for each in records if (each["preset"], each[name]) == (contestant.preset, contestant.backend)]
+        if not own:
+            continue
+        # Twice the length has four times the pairs.
+        expected = 4e-3 * own[0]["training_ms"]
+        if expected <= slowest:
+            staying.append(contestant)
+        else:
+            facts = ("device", "dtype", "batch", "head_dim", "causal", "preset", name, "heads")
+            record = {fact: own[0][fact] for fact in facts}
+            reason = f"forward and backward would take about {expected:.1f} s, and may take {slowest:g} s"
+            found.skipped.append({**record, "tokens": 2 * own[0]["tokens"], "reason": reason})
+    return staying

@@ -1,0 +1,66 @@
+"""Results as tables in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+from mgk.benchmark import cells
+from mgk.benchmark.attention import Comparison, Record
+
+HOST_BOUND = "* the host takes longer to queue the call than the device takes to do it; the time is the host's"
+
+
+def attention_table(found: Comparison) -> Table:
+    """One shape: stock kernels, presets, and those that are wrong, without a number."""
+    some = found.baselines[0]
+    title = f"{cells.show_shape(some)}, {some['dtype']}, {some['device']}"
+    return _table(title, cells.ATTENTION, cells.attention_cells([*found.baselines, *found.rows]), found.failures)
+
+
+def retrieval_table(found: Comparison) -> Table:
+    """End to end."""
+    some = [*found.baselines, *found.rows, *found.failures][0]
+    title = f"Retrieval, {some['pairs']} pairs of {some['tokens']:,} bytes, {some['device']}"
+    return _table(title, cells.RETRIEVAL, cells.retrieval_cells([*found.baselines, *found.rows]), found.failures)
+
+
+def sweep_table(rows: Sequence[Record]) -> Table:
+    """The rows that belong to a sweep, with their lengths."""
+    rows = [record for record in rows if record.get("sweep")]
+    lines = [[*cell, f"{record['tokens']:,}"] for record, cell in zip(rows, cells.attention_cells(rows), strict=True)]
+    return _table("against the length", (*cells.ATTENTION, "tokens"), lines, ())
+
+
+def notes(found: Comparison) -> list[str]:
+    """A line for every reason why something was left out, and one that explains the stars."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for record in found.skipped:
+        reasons.setdefault((cells.show_way(record), record["reason"]), []).append(record["preset"])
+    lines = [f"left out: {way} for {', '.join(presets)}: {why}" for (way, why), presets in reasons.items()]
+    timed = [record for record in (*found.baselines, *found.rows) if "forward_ms" in record]
+    if any("*" in cells.show_time(record, way) for record in timed for way in ("forward", "training")):
+        lines.append(HOST_BOUND)
+    return lines
+
+
+def wrongs(found: Comparison) -> list[str]:
+    """A line for every result that is wrong."""
+    return [
+        f"wrong: {record['preset']} through {cells.show_way(record)}: {record['reason']}" for record in found.failures
+    ]
+
+
+def _table(title: str, headers: Iterable[str], lines: Iterable[list[str]], failures: Iterable[Record]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for header in headers:
+        is_name = header in ("preset", "model", "through")
+        table.add_column(header, justify="left" if is_name else "right", no_wrap=is_name)
+    for line in lines:
+        table.add_row(*map(escape, line), style="dim" if line[1].startswith("SDPA") else None)
+    for record in failures:
+        table.add_row(record["preset"], cells.show_way(record), str(record["heads"]), "wrong", style="red")
+    return table

@@ -1,0 +1,228 @@
+"""``mgk bench``: speed and memory of attention, and of a model end to end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    import torch
+
+    from mgk.benchmark.attention import Comparison
+    from mgk.benchmark.timing import Report
+    from mgk.training.tracking import Display
+
+app = typer.Typer(help="Speed and memory, next to stock softmax in the same run.", no_args_is_help=True)
+
+PAGE = Path("docs/benchmarks.md")
+RESULTS, SCRATCH = Path("results/bench"), Path("runs/bench")
+
+Presets = Annotated[list[str] | None, typer.Option("--preset", help="A preset; may be given again for more.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="A little of everything, to see it work; its JSON goes to runs/bench.")
+]
+Output = Annotated[Path | None, typer.Option(help="The JSON; default: results/bench/NAME-DEVICE.json.")]
+
+
+@app.command()
+def attention(
+    presets: Presets = None,
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option("--shape", help="B,H,N,D or B,H,N,D,causal, again for more; presets get half of the H heads."),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="float32, float16, bfloat16; auto: bfloat16 on a GPU, float32 on a CPU.")
+    ] = "auto",
+    backends: Annotated[
+        list[str] | None,
+        typer.Option("--backend", help="triton, sdpa, chunked, eager (the paper's code), reference or auto."),
+    ] = None,
+    quick: Quick = False,
+    sweep: Annotated[
+        bool | None, typer.Option("--sweep/--no-sweep", help="Go through the lengths as well; --quick does not.")
+    ] = None,
+    output: Output = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw time and memory against the length into this file.")] = None,
+    device: Device = "auto",
+) -> None:
+    """Attention: presets with half the heads against softmax through every stock kernel, forward and training.
+
+    Each is compared with fp64 first. One that is wrong gets no number, and the command ends with status 1.
+    """
+    from mgk.benchmark import result, table
+    from mgk.benchmark.attention import compare
+    from mgk.benchmark.contestants import baselines, mixtures
+    from mgk.benchmark.correctness import Judge
+    from mgk.benchmark.plan import make_plan
+    from mgk.benchmark.plot import draw
+    from mgk.benchmark.sweep import sweep as compare_lengths
+    from mgk.training.result import write
+
+    where = _find_device(device)
+    plan = make_plan(
+        where, presets=presets, backends=backends, shapes=shapes, dtype=dtype, quick=quick, sweep=sweep
+    )  # fmt: skip
+    if plot is not None and not plan.lengths:
+        raise ValueError("--plot needs a sweep to draw, got --no-sweep, or --quick without --sweep")
+    path = _default_output("attention", where, quick) if output is None else output
+    judge = Judge(plan.dtype, where)
+    found = result.begin("attention", where, {**plan.facts(), "quick": quick})
+    console, heard = _console(), set[str]()
+    contestants = [*baselines(where), *mixtures(plan.presets, plan.backends)]
+    for shape in plan.shapes:
+        with _display() as display:
+            comparison = compare(shape, contestants, judge, plan.effort, report=_follow(display, str(shape)))
+        result.add(found, comparison)
+        # After every shape: what is measured stays, whatever becomes of the rest.
+        write(path, found)
+        console.print(table.attention_table(comparison))
+        _say_notes(console, comparison, heard)
+    if plan.lengths:
+        contestants = [*baselines(where), *mixtures(plan.swept_presets, plan.backends)]
+        comparisons = []
+        with _display() as display:
+            for comparison in compare_lengths(
+                plan.lengths, contestants, judge, plan.effort, report=lambda shape: _follow(display, str(shape))
+            ):
+                comparisons.append(comparison)
+                result.add(found, comparison)
+                write(path, found)
+        console.print(table.sweep_table(found["rows"]))
+        for comparison in comparisons:
+            _say_notes(console, comparison, heard)
+    if plot is not None:
+        draw(found, plot)
+        typer.echo(f"{plot}")
+    _end(found, path)
+
+
+@app.command()
+def retrieval(
+    presets: Presets = None,
+    pairs: Annotated[int | None, typer.Option(min=1, help="Pairs of documents in a batch; 32 on a GPU.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, max=4096, help="Bytes of a document; 4096 on a GPU.")] = None,
+    quick: Quick = False,
+    output: Output = None,
+    device: Device = "auto",
+) -> None:
+    """A training step of the Long Range Arena Retrieval model: 4 heads of a preset against 8 of softmax."""
+    from mgk.benchmark import result, table
+    from mgk.benchmark import retrieval as measurement
+    from mgk.benchmark.plan import check_presets, usual_effort
+    from mgk.training.result import write
+
+    where = _find_device(device)
+    chosen = presets or list(measurement.PRESETS)
+    check_presets(chosen)
+    if pairs is None:
+        pairs = 32 if where.type == "cuda" else 2
+    if tokens is None:
+        tokens = 4096 if where.type == "cuda" else 64 if quick else 256
+    effort = usual_effort(where, quick)
+    path = _default_output("retrieval", where, quick) if output is None else output
+    found = result.begin("retrieval", where, {"presets": chosen, "quick": quick, "rounds": effort.rounds})
+    with _display() as display:
+        comparison = measurement.compare(
+            measurement.matchers(chosen, where), pairs=pairs, tokens=tokens, device=where, effort=effort,
+            report=_follow(display, "Retrieval"),
+        )  # fmt: skip
+    result.add(found, comparison)
+    write(path, found)
+    console = _console()
+    console.print(table.retrieval_table(comparison))
+    _say_notes(console, comparison, set())
+    _end(found, path)
+
+
+@app.command()
+def plot(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON of mgk bench attention.")],
+    to: Annotated[Path | None, typer.Option("--to", help="The picture; default: beside the JSON.")] = None,
+) -> None:
+    """Draw time and memory against the length, from a result."""
+    from mgk.benchmark import result
+    from mgk.benchmark.plot import draw
+
+    picture = file.with_suffix(".png") if to is None else to
+    draw(result.read(file), picture)
+    typer.echo(f"{picture}")
+
+
+@app.command("table")
+def write_table(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON of mgk bench attention or retrieval.")],
+    page: Annotated[Path, typer.Option(help="The page that has a part for this file.")] = PAGE,
+) -> None:
+    """Write the tables of a result into the docs, between the two comments that name its file."""
+    from mgk.benchmark import result
+    from mgk.benchmark.markdown import tables
+    from mgk.benchmark.page import rewrite
+
+    rewrite(page, file, tables(result.read(file)))
+    typer.echo(f"{page}")
+
+
+def _find_device(name: str) -> torch.device:
+    import torch
+
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device must be one of auto, cpu, cuda, got {name!r}")
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise ValueError("--device must be one that is there, got cuda, and torch sees no GPU")
+    return torch.device("cuda" if has_gpu and name != "cpu" else "cpu")
+
+
+def _default_output(kind: str, device: torch.device, quick: bool) -> Path:
+    """A quick result must not stand where a real one does."""
+    from mgk.benchmark.result import short_name
+
+    return (SCRATCH if quick else RESULTS) / f"{kind}-{short_name(device)}.json"
+
+
+def _console() -> Console:
+    """Wide enough for the tables where nobody's terminal says how wide."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)
+
+
+def _display() -> Display:
+    from mgk.training.tracking import Display
+
+    return Display(console=Console(stderr=True), every=5.0)
+
+
+def _follow(display: Display, name: str) -> Report:
+    """A row of the display that shows how far a measurement is."""
+    row: Any = None
+
+    def report(done: int, total: int, text: str) -> None:
+        nonlocal row
+        if row is None:
+            row = display.add(name, total)
+        display.update(row, done, total, text)
+
+    return report
+
+
+def _say_notes(console: Console, found: Comparison, heard: set[str]) -> None:
+    """What is wrong, and what was left out, every reason once."""
+    from mgk.benchmark.table import notes, wrongs
+
+    for style, lines in (("red", wrongs(found)), ("dim", notes(found))):
+        for line in lines:
+            if line not in heard:
+                console.print(line, style=style, markup=False, highlight=False)
+                heard.add(line)
+
+
+def _end(found: dict[str, Any], path: Path) -> None:
+    typer.echo(f"{path}")
+    if found["failures"]:
+        typer.secho(f"error: {len(found['failures'])} results are wrong and have no numbers", fg="red", err=True)
+        raise typer.Exit(1)
