@@ -58,7 +58,8 @@ def attention_delta(
 def attention_backward_key_value(
     d_query, d_key, d_value, d_grad_out, d_grad_key, d_grad_value, p_row, p_column, p_alpha, p_rho, p_scale,
     p_shift, p_reference, p_delta, p_wide, p_grad_column, p_grad_scale, p_share, p_origin, p_mask, p_key_range,
-    p_query_range, p_row_key, p_column_key, stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column, scale, natural_scale,
+    p_query_range, p_row_key, p_column_key, stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column,
+    scale, natural_scale,
     threshold, keep_scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks, width,
     M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, WIDE: tl.constexpr, HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
@@ -76,7 +77,7 @@ def attention_backward_key_value(
     o_j = o_first + tl.arange(0, BLOCK_J)
     o_d = tl.arange(0, D)
     causal_offset = num_keys - num_queries
-    if PAIRED and not HARD:
+    if PAIRED and not HARD:  # noqa: SIM102 (the outer condition is a constant: without it there is no such pointer)
         if (tl.load(p_wide + i_kv) != 0) != WIDE:
             return
 
@@ -138,7 +139,8 @@ def attention_backward_key_value(
             if CAUSAL:
                 for o_i in tl.range(first_query, first_full, BLOCK_I):
                     b_grad_key, b_grad_value, b_sum, b_both_sum = _gather_key_value(
-                        b_grad_key, b_grad_value, b_sum, b_both_sum, b_key, b_value, b_column, b_rho, b_column_key, d_query,
+                        b_grad_key, b_grad_value, b_sum, b_both_sum, b_key, b_value, b_column, b_rho, b_column_key,
+                        d_query,
                         d_key, d_grad_out, p_head_row, p_column, p_head_alpha, p_scale, p_reference + i_head *
                         padded_queries, p_delta + i_head * padded_queries, p_head_mask, p_head_key, i_batch,
                         i_query_head, i_kv_head, r, o_i, o_first, o_j, scale, threshold, keep_scale,
@@ -189,14 +191,13 @@ def attention_backward_key_value(
         d_grad_key.store(
             [i_batch, i_out_head, o_first, 0], (b_grad_key * b_natural).to(b_key.dtype).reshape(1, 1, BLOCK_J, D)
         )
-    d_grad_value.store(
-        [i_batch, i_kv_head, o_first, 0], b_grad_value.to(b_value.dtype).reshape(1, 1, BLOCK_J, DV)
-    )
+    d_grad_value.store([i_batch, i_kv_head, o_first, 0], b_grad_value.to(b_value.dtype).reshape(1, 1, BLOCK_J, DV))
 
 
 @triton.jit
 def _gather_key_value(
-    b_grad_key, b_grad_value, b_sum, b_both_sum, b_key, b_value, b_column, b_rho, b_column_key, d_query, d_key, d_grad_out,
+    b_grad_key, b_grad_value, b_sum, b_both_sum, b_key, b_value, b_column, b_rho, b_column_key, d_query, d_key,
+    d_grad_out,
     p_row, p_column, p_alpha, p_scale, p_reference, p_delta, p_mask, p_row_key, i_batch, i_query_head, i_kv_head,
     i_component, o_first_row, o_first_column, o_j, scale, threshold, keep_scale, stride_mask_row, stride_mask_column,
     causal_offset, num_queries, num_keys, padded_queries, padded_keys,
@@ -309,7 +310,8 @@ def _other_logit(
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_backward_query(
     d_query, d_key, d_value, d_grad_out, d_grad_query, p_row, p_column, p_alpha, p_rho, p_scale, p_reference, p_delta,
-    p_grad_normaliser, p_wide, p_shift, p_grad_row, p_share, p_origin, p_mask, p_key_range, p_query_range, p_row_key, p_column_key, stride_mask_batch,
+    p_grad_normaliser, p_wide, p_shift, p_grad_row, p_share, p_origin, p_mask, p_key_range, p_query_range, p_row_key,
+    p_column_key, stride_mask_batch,
     stride_mask_head, stride_mask_row, stride_mask_column, scale, natural_scale, threshold, keep_scale, num_heads,
     group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks, width,
     M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, WIDE: tl.constexpr, HARD: tl.constexpr,
@@ -330,7 +332,7 @@ def attention_backward_query(
     o_first = i_block * BLOCK_I
     o_i = o_first + tl.arange(0, BLOCK_I)
     causal_offset = num_keys - num_queries
-    if PAIRED and not HARD:
+    if PAIRED and not HARD:  # noqa: SIM102 (the outer condition is a constant: without it there is no such pointer)
         if (tl.load(p_wide + i_kv) != 0) != WIDE:
             return
 
@@ -415,9 +417,7 @@ def attention_backward_query(
                 tl.store(p_grad_row + (i_head.to(tl.int64) * M + r) * num_queries + o_i, b_own, mask=m_i)
     if EQUAL:
         b_grad_query *= natural_scale
-    d_grad_query.store(
-        [i_batch, i_query_head, o_first, 0], b_grad_query.to(b_query.dtype).reshape(1, 1, BLOCK_I, D)
-    )
+    d_grad_query.store([i_batch, i_query_head, o_first, 0], b_grad_query.to(b_query.dtype).reshape(1, 1, BLOCK_I, D))
 
 
 @triton.jit

@@ -14,16 +14,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.tiles import LENGTHS, component_bias, is_kept, is_visible, load_rows, load_tile, mark_wide, row_term, safe_ratio, visible_keys
+from mgk.ops.triton.tiles import (
+    LENGTHS,
+    component_bias,
+    is_kept,
+    is_visible,
+    load_rows,
+    load_tile,
+    mark_wide,
+    row_term,
+    safe_ratio,
+    visible_keys,
+)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_forward(
     d_query, d_key, d_value, d_out, p_row, p_column, p_alpha, p_rho, p_wide, p_scale, p_shift, p_origin, p_normaliser,
-    p_mask, p_key_range, p_query_range, p_row_key, p_column_key, stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column,
+    p_mask, p_key_range, p_query_range, p_row_key, p_column_key, stride_mask_batch, stride_mask_head, stride_mask_row,
+    stride_mask_column,
     scale, threshold, keep_scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys,
     num_blocks, width, largest_ratio, lowest_sum, highest_sum, margin,
-    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, JOINED: tl.constexpr, SUM_BY_PRODUCT: tl.constexpr, HARD: tl.constexpr,
+    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, JOINED: tl.constexpr, SUM_BY_PRODUCT: tl.constexpr,
+    HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_RANGE: tl.constexpr, HAS_ORIGIN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -94,7 +107,8 @@ def attention_forward(
             b_out, b_sum, b_reference, b_query, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho, p_scale,
             p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row, stride_mask_column,
             causal_offset, num_queries, num_keys, padded_queries, padded_keys,
-            M, SHARED, FACTORED, JOINED, SUM_BY_PRODUCT, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, DROPOUT, PRECISION, BLOCK_J, D, DV,
+            M, SHARED, FACTORED, JOINED, SUM_BY_PRODUCT, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, DROPOUT,
+            PRECISION, BLOCK_J, D, DV,
         )  # fmt: skip
     if CAUSAL:
         for o_j in tl.range(end_full, end_key, BLOCK_J):
@@ -102,7 +116,8 @@ def attention_forward(
                 b_out, b_sum, b_reference, b_query, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho, p_scale,
                 p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row,
                 stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
-                M, SHARED, FACTORED, JOINED, SUM_BY_PRODUCT, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, DROPOUT, PRECISION, BLOCK_J, D,
+                M, SHARED, FACTORED, JOINED, SUM_BY_PRODUCT, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK,
+                DROPOUT, PRECISION, BLOCK_J, D,
                 DV,
             )  # fmt: skip
 
@@ -152,7 +167,7 @@ def attention_repair(
         p_mask += i_batch.to(tl.int64) * stride_mask_batch + i_query_head.to(tl.int64) * stride_mask_head
     if not EQUAL:
         p_scale += i_kv_head * M
-    first_key, end_full, end_key = visible_keys(
+    first_key, _, end_key = visible_keys(
         p_key_range, p_query_range, i_batch, o_first, causal_offset, num_keys, CAUSAL, HAS_RANGE, BLOCK_I, BLOCK_J
     )
     b_query = load_rows(
@@ -189,7 +204,8 @@ def _largest_logit(
     b_query, b_gap, d_key, p_row, p_column, p_scale, p_mask, i_batch, i_kv_head, o_j, o_i, scale, stride_mask_row,
     stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
     M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, JOINED: tl.constexpr, HAS_ROW: tl.constexpr,
-    HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_J: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Of every row within one block of keys, ``[BLOCK_I]``; 0 where it sees none."""
@@ -247,7 +263,8 @@ def _attend(
     b_out, b_sum, b_reference, b_query, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho, p_scale, p_mask,
     p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row, stride_mask_column, causal_offset,
     num_queries, num_keys, padded_queries, padded_keys,
-    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, JOINED: tl.constexpr, SUM_BY_PRODUCT: tl.constexpr, HARD: tl.constexpr,
+    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, JOINED: tl.constexpr, SUM_BY_PRODUCT: tl.constexpr,
+    HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
@@ -370,8 +387,6 @@ def _attend_exactly(
             if DROPOUT:
                 b_column_key = tl.load(p_column_key + o_columns)
                 b_weight = tl.where(is_kept(b_row_key[:, None], b_column_key[None, :], threshold), b_weight, 0.0)
-            b_out = tl.dot(
-                b_weight.to(b_value.dtype), b_value, b_out * b_decay[:, None], input_precision=PRECISION
-            )
+            b_out = tl.dot(b_weight.to(b_value.dtype), b_value, b_out * b_decay[:, None], input_precision=PRECISION)
             b_maximum = b_new
     return b_out, b_sum, b_maximum

@@ -20,7 +20,8 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 
 def launch(
-    kernel: Any, programs: int, arguments: tuple[Any, ...], options: dict[str, Any], tile: Tile, *variants: dict[str, Any]
+    kernel: Any, programs: int, arguments: tuple[Any, ...], options: dict[str, Any], tile: Tile, *variants: dict[str,
+    Any]
 ) -> None:  # fmt: skip
     """Start ``programs`` programs of ``kernel``, once for each of ``variants`` if there are any.
 

@@ -129,7 +129,7 @@ class _Call(TermsLayout):
         # Two projected keys of one variance are copied and multiplied side by side.
         self.joined = not shared and self.components == 2 and not self.has_row
         self.threshold, self.keep_scale = round(dropout_p * 2**32), 1.0 / (1.0 - dropout_p)
-        self.mask_strides = (0, 0, 0, 0)
+        self.mask_strides: tuple[int, ...] = (0, 0, 0, 0)
         if attn_mask is not None:
             sizes = zip(attn_mask.shape, attn_mask.stride(), strict=True)
             self.mask_strides = tuple(0 if size == 1 else stride for size, stride in sizes)
@@ -228,7 +228,7 @@ def _blocks(length: int, size: int) -> int:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """``[B, H, N, D]`` as the copy engine reads it: rows that start at multiples of 16 bytes. A copy only where needed."""
+    """``[B, H, N, D]`` as the copy engine reads it: rows start at multiples of 16 bytes. A copy only where needed."""
     step = 16 // tensor.element_size()
     strides_fit = tensor.stride(-1) == 1 and all(
         size == 1 or (stride > 0 and stride % step == 0)
@@ -315,10 +315,17 @@ def fused_attention(
         normaliser = call._new(*query.shape[:-1])
         widths = {"D": block_width(call.query.shape[-1]), "DV": block_width(values.shape[-1])}
         masks = (attn_mask, call.key_range, call.query_range, call.row_key, call.column_key, *call.mask_strides)
-        sizes = (call.heads, call.heads // call.kv_heads, call.queries, call.keys, call.padded_queries, call.padded_keys)
+        sizes = (
+            call.heads,
+            call.heads // call.kv_heads,
+            call.queries,
+            call.keys,
+            call.padded_queries,
+            call.padded_keys,
+        )
         scalars = (call.scale, call.threshold, call.keep_scale)
 
-        # Two exponentials a pair leave the matrix units idle: they add up the weights, as rounded as they multiply them.
+        # Two exponentials a pair leave the matrix units idle: they add up the weights, rounded as they multiply them.
         # (A density asks with the narrowest values, and wants the sum unrounded.)
         is_half = query.dtype != torch.float32
         by_product = call.joined and not hard and seed is None and is_half and widths["DV"] in (32, 64)
@@ -335,7 +342,8 @@ def fused_attention(
                     call.rho, call.wide, call.scales, call.shift, call.origin, normaliser, *masks, *scalars, *sizes,
                     blocks, call.width, *call.limits,
                 ),
-                {**call.options, **widths, "JOINED": call.joined, "HAS_ORIGIN": call.origin is not None, "SUM_BY_PRODUCT": by_product, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
+                {**call.options, **widths, "JOINED": call.joined, "HAS_ORIGIN": call.origin is not None,
+                "SUM_BY_PRODUCT": by_product, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
                 tile,
             )  # fmt: skip
 
@@ -360,10 +368,11 @@ def fused_attention(
 def fused_attention_backward(
     grad_out: Tensor, grad_normaliser: Tensor, out: Tensor, normaliser: Tensor, terms: Tensor, query: Tensor,
     key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
-    attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, scale: float, gaussian: bool,
+    attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, scale: float,
+    gaussian: bool,
     is_causal: bool, hard: bool, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, key, value, shift, log_prior and scales (the last three empty where there is no such input)."""
+    """Gradients of query, key, value, shift, log_prior and scales (the last three empty where there is no input)."""
     with _on_device(query):
         call = _Call(
             query, key, value, shift, log_prior, scales, attn_mask, key_mask, query_mask, seed, scale, gaussian,
@@ -444,7 +453,8 @@ def fused_attention_backward(
                     descriptor(call.query, tile.rows), descriptor(call.key, tile.columns),
                     descriptor(values, tile.columns), descriptor(grad_out, tile.rows),
                     descriptor(grad_query, tile.rows), call.row, call.column, call.alpha, call.rho, call.scales,
-                    reference, delta, grad_normaliser, call.wide, call.shift, grad_row, query_shares, call.origin, *masks,
+                    reference, delta, grad_normaliser, call.wide, call.shift, grad_row, query_shares, call.origin,
+                    *masks,
                     *scalars, *sizes, blocks, call.width,
                 ),
                 {**options, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
@@ -484,9 +494,7 @@ def _prior_gradient(log_prior: Tensor, grad_column: Tensor | None) -> Tensor:
     return grad_column.sum(dim=(0, 3))[..., None]
 
 
-def _scale_gradient(
-    call: _Call, grad_row: Tensor | None, grad_column: Tensor | None, grad_products: Tensor
-) -> Tensor:
+def _scale_gradient(call: _Call, grad_row: Tensor | None, grad_column: Tensor | None, grad_products: Tensor) -> Tensor:
     """``[Hkv, M]``: products, rows and columns are all proportional to the scale, but for the prior."""
     assert call.scales is not None
     grad = grad_products.sum(dim=(0, 3))

@@ -1,10 +1,10 @@
 """Small kernels that run before the large ones: terms of the logits in units of log 2, and random numbers for dropout.
 
-    logit[i,j,r] = scale[r] q_i . k_jr + row[i,r] + column[j,r]
+logit[i,j,r] = scale[r] q_i . k_jr + row[i,r] + column[j,r]
 
-    gaussian:  column[j,r] = log_prior[r] - scale[r] (|k_jr|^2 / 2 + (k_j - origin) . shift_r + |shift_r|^2 / 2)
-               row[i,r]    = scale[r] (q_i - origin) . shift_r              minus scale[r] |q_i|^2 / 2 if variances differ
-    dot:       column[j,r] = log_prior[r]          row[i,r] = scale[r] q_i . shift_r
+gaussian:  column[j,r] = log_prior[r] - scale[r] (|k_jr|^2 / 2 + (k_j - origin) . shift_r + |shift_r|^2 / 2)
+           row[i,r]    = scale[r] (q_i - origin) . shift_r          minus scale[r] |q_i|^2 / 2 if variances differ
+dot:       column[j,r] = log_prior[r]          row[i,r] = scale[r] q_i . shift_r
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from mgk.ops.triton.tiles import LENGTHS, load_rows, mark_wide, safe_ratio
 @triton.jit(do_not_specialize=LENGTHS)
 def logit_terms(
     p_query, p_key, p_shift, p_prior, p_scale, p_origin, p_key_mask, p_query_range, p_key_range, p_row, p_alpha,
-    p_column, p_rho, p_wide, stride_query_batch, stride_query_head, stride_query_token, stride_key_batch, stride_key_head,
+    p_column, p_rho, p_wide, stride_query_batch, stride_query_head, stride_query_token, stride_key_batch,
+    stride_key_head,
     stride_key_token, stride_prior_head, stride_prior_component, stride_prior_token, scale, limit, num_heads,
     group_size, num_queries, num_keys, padded_queries, padded_keys, num_row_programs, width,
     M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, GAUSSIAN: tl.constexpr, HAS_SHIFT: tl.constexpr,
@@ -68,7 +69,8 @@ def logit_terms(
                 num_queries, width, BLOCK, D,
             )  # fmt: skip
             _row_terms(
-                b_query.to(tl.float32), b_origin, p_shift, p_scale, p_row, p_alpha, p_wide, i_batch * num_heads + i_head,
+                b_query.to(tl.float32), b_origin, p_shift, p_scale, p_row, p_alpha, p_wide,
+                i_batch * num_heads + i_head,
                 i_kv_head, i_kv, o_first, scale, limit, padded_queries, width,
                 M, FACTORED, HAS_SHIFT, HAS_NORM, HAS_ORIGIN, EQUAL, BLOCK, D,
             )  # fmt: skip

@@ -100,7 +100,7 @@ def visible_keys(
     p_key_range, p_query_range, i_batch, o_first, causal_offset, num_keys, CAUSAL: tl.constexpr,
     HAS_RANGE: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """``first, full, end``: a block of queries sees keys ``first ... end``, and up to ``full`` every row sees them all."""
+    """``first, full, end``: a block of queries sees keys ``first ... end``; up to ``full`` every row sees all."""
     first_key = 0
     end_key = num_keys
     if HAS_RANGE:
