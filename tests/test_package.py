@@ -83,6 +83,9 @@ COMMANDS = {
     r"mgk data list": "test_list_names_every_corpus",
     r"mgk data prepare listops.*": "test_a_generated_corpus_needs_no_files",
     r"mgk data (prepare|inspect) imdb .*": "test_prepare_then_inspect",
+    r"mgk bench attention.*": "test_attention_from_the_command_line",
+    r"mgk bench retrieval.*": "test_retrieval_from_the_command_line",
+    r"mgk bench (plot|table) .*": "test_what_is_made_of_a_result",
     r"export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1": "test_torchrun_starts_a_dead_rank_again",
     r"torchrun --standalone .*--max-restarts \d+ -m mgk train .*": "test_torchrun_starts_a_dead_rank_again",
     r"srun mgk train .*": "test_build_fabric_under_a_launcher",
@@ -232,7 +235,10 @@ def test_docs_name_tests_that_exist():
 
 
 # Data flows downwards: a folder imports from itself and from those above it.
-LAYERS = ("ops", "nn", "models", "data", "evaluation", "training", "recipes", "analysis", "commands", "demo", "cli")
+LAYERS = (
+    "ops", "nn", "models", "data", "evaluation", "training", "recipes", "analysis", "benchmark", "commands", "demo",
+    "cli",
+)  # fmt: skip
 
 
 def imported_layers(path):
