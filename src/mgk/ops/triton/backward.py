@@ -23,9 +23,10 @@ from mgk.ops.triton.tiles import LENGTHS, component_bias, is_kept, is_visible, l
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_delta(
-    p_out, p_grad_out, p_normaliser, p_grad_normaliser, p_row, p_reference, p_delta, stride_out_batch,
-    stride_out_head, stride_out_token, stride_grad_batch, stride_grad_head, stride_grad_token, num_heads, num_queries,
-    padded_queries, num_blocks, width, M: tl.constexpr, FACTORED: tl.constexpr, BLOCK_I: tl.constexpr, DV: tl.constexpr,
+    p_out, p_grad_out, p_normaliser, p_grad_normaliser, p_row, p_level, p_reference, p_delta, stride_out_batch,
+    stride_out_head, stride_out_token, stride_grad_batch, stride_grad_head, stride_grad_token, num_heads, group_size, num_queries,
+    padded_queries, num_blocks, width, M: tl.constexpr, FACTORED: tl.constexpr, HAS_LEVEL: tl.constexpr, BLOCK_I: tl.constexpr,
+    DV: tl.constexpr,
 ):  # fmt: skip
     """What the two kernels need of each row, padded: ``reference`` (in units of log 2) and ``delta``."""
     i_block = tl.program_id(0) % num_blocks
@@ -47,6 +48,9 @@ def attention_delta(
     b_reference = b_normaliser * 1.4426950408889634
     if FACTORED:
         b_reference -= tl.load(p_row + i_head.to(tl.int64) * M * padded_queries + o_i)
+    if HAS_LEVEL:
+        i_kv = i_head // num_heads * (num_heads // group_size) + i_head % num_heads // group_size
+        b_reference -= tl.load(p_level + i_kv)
     # Rows that see nothing, and rows beyond the end, weigh nothing.
     b_reference = tl.where(b_normaliser == float("-inf"), float("inf"), b_reference)
     o_padded = i_head.to(tl.int64) * padded_queries + o_i

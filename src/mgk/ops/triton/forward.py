@@ -1,7 +1,8 @@
 """The forward kernel: one program for one block of queries of one head.
 
-Every row is weighed against a reference that stays fixed: its largest logit in the first block of keys. That saves the
-running maximum (one comparison and one rescaling a pair). Two shifted keys of one variance need a single exponential,
+Weights are not taken against a running maximum, which would cost a comparison and a rescaling a pair. Distances are
+measured from a level that the columns hold already, about the logit of the first query and key; other logits (and all
+in fp16, where weights must stay small) from a reference that stays fixed, the row's largest logit in the first block. Two shifted keys of one variance need a single exponential,
 ``exp(s_ij + w_j0) (1 + alpha_i rho_j)``. Both are exact as long as a row's sum stays within what the number format
 holds. Rows that leave it (their sum is checked at the end, and ``alpha`` or ``rho`` out of range are NaN to begin with)
 get NaN as their normaliser, and a second kernel attends to those again, with a running maximum and one exponential for
@@ -30,15 +31,15 @@ from mgk.ops.triton.tiles import (
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_forward(
-    d_query, d_key, d_value, d_out, p_row, p_column, p_alpha, p_rho, p_wide, p_scale, p_shift, p_origin, p_normaliser,
+    d_query, d_key, d_value, d_out, p_row, p_column, p_alpha, p_rho, p_wide, p_level, p_scale, p_shift, p_origin, p_normaliser,
     p_mask, p_key_range, p_query_range, p_row_key, p_column_key, stride_mask_batch, stride_mask_head, stride_mask_row,
     stride_mask_column,
     scale, threshold, keep_scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys,
     num_blocks, width, largest_ratio, lowest_sum, highest_sum, margin,
-    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, JOINED: tl.constexpr, SUM_BY_PRODUCT: tl.constexpr,
+    M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, JOINED: tl.constexpr, SUM_BY_PRODUCT: tl.constexpr,
     HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_RANGE: tl.constexpr, HAS_ORIGIN: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_RANGE: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_LEVEL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Write ``out [B, H, Nq, Dv]`` and ``normaliser [B, H, Nq]`` (natural logarithm, NaN where unsafe)."""
@@ -61,7 +62,7 @@ def attention_forward(
         p_row += i_head.to(tl.int64) * M * padded_queries
     if HAS_COLUMN:
         p_column += i_kv.to(tl.int64) * M * padded_keys
-    if FACTORED:
+    if PAIRED and not HARD:
         p_rho += i_kv.to(tl.int64) * padded_keys
     if HAS_MASK:
         p_mask += i_batch.to(tl.int64) * stride_mask_batch + i_query_head.to(tl.int64) * stride_mask_head
@@ -75,16 +76,17 @@ def attention_forward(
     b_alpha = tl.zeros([BLOCK_I], tl.float32)
     b_first_row = tl.zeros([BLOCK_I], tl.float32)
     b_gap = tl.zeros([BLOCK_I], tl.float32)
-    if FACTORED:
+    if PAIRED:
         # The query is here already: its row terms are made on the way, and kept for repair and backward.
         b_first_row = row_term(b_query, p_shift, p_origin, i_kv_head, i_kv, 0, scale, width, M, HAS_ORIGIN, D)
         b_second_row = row_term(b_query, p_shift, p_origin, i_kv_head, i_kv, 1, scale, width, M, HAS_ORIGIN, D)
         b_gap = b_second_row - b_first_row
-        b_alpha = safe_ratio(b_gap, largest_ratio)
-        mark_wide(p_wide, i_kv, b_alpha)
         tl.store(p_row + o_i, b_first_row)
         tl.store(p_row + padded_queries + o_i, b_second_row)
-        tl.store(p_alpha + i_head.to(tl.int64) * padded_queries + o_i, b_alpha)
+        if not HARD:
+            b_alpha = safe_ratio(b_gap, largest_ratio)
+            mark_wide(p_wide, i_kv, b_alpha)
+            tl.store(p_alpha + i_head.to(tl.int64) * padded_queries + o_i, b_alpha)
         # The last block may lie in the padding, and has done its work.
         if o_first >= num_queries:
             end_key = 0
@@ -96,27 +98,27 @@ def attention_forward(
     b_out = tl.zeros([BLOCK_I, DV], tl.float32)
     b_sum = tl.zeros([BLOCK_I, 16], tl.float32) if SUM_BY_PRODUCT else tl.zeros([BLOCK_I], tl.float32)
     b_reference = tl.zeros([BLOCK_I], tl.float32)
-    if end_key > first_key:
+    if not HAS_LEVEL and end_key > first_key:
         b_reference = _largest_logit(
             b_query, b_gap, d_key, p_row, p_column, p_scale, p_mask, i_batch, i_kv_head, first_key, o_i, scale,
             stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
-            M, SHARED, FACTORED, JOINED, HAS_ROW, HAS_COLUMN, EQUAL, CAUSAL, HAS_MASK, PRECISION, BLOCK_J, D,
+            M, SHARED, PAIRED, JOINED, HAS_ROW, HAS_COLUMN, EQUAL, CAUSAL, HAS_MASK, PRECISION, BLOCK_J, D,
         ) + margin  # fmt: skip
     for o_j in tl.range(first_key, end_full, BLOCK_J):
         b_out, b_sum = _attend(
-            b_out, b_sum, b_reference, b_query, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho, p_scale,
+            b_out, b_sum, b_reference, b_query, b_gap, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho, p_scale,
             p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row, stride_mask_column,
             causal_offset, num_queries, num_keys, padded_queries, padded_keys,
-            M, SHARED, FACTORED, JOINED, SUM_BY_PRODUCT, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, DROPOUT,
+            M, SHARED, PAIRED, JOINED, SUM_BY_PRODUCT, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, HAS_LEVEL, DROPOUT,
             PRECISION, BLOCK_J, D, DV,
         )  # fmt: skip
     if CAUSAL:
         for o_j in tl.range(end_full, end_key, BLOCK_J):
             b_out, b_sum = _attend(
-                b_out, b_sum, b_reference, b_query, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho, p_scale,
+                b_out, b_sum, b_reference, b_query, b_gap, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho, p_scale,
                 p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row,
                 stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
-                M, SHARED, FACTORED, JOINED, SUM_BY_PRODUCT, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK,
+                M, SHARED, PAIRED, JOINED, SUM_BY_PRODUCT, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, HAS_LEVEL,
                 DROPOUT, PRECISION, BLOCK_J, D,
                 DV,
             )  # fmt: skip
@@ -124,6 +126,8 @@ def attention_forward(
     if SUM_BY_PRODUCT:
         b_sum = tl.max(b_sum, 1)  # sixteen times the same
     b_normaliser = b_first_row + b_reference + tl.math.log2(b_sum)
+    if HAS_LEVEL:
+        b_normaliser += tl.load(p_level + i_kv)
     b_safe = (b_sum >= lowest_sum) & (b_sum <= highest_sum)
     b_normaliser = tl.where(b_safe, b_normaliser * 0.6931471805599453, float("nan"))
     tl.store(p_normaliser + o_i, b_normaliser, mask=o_i < num_queries)
@@ -133,7 +137,7 @@ def attention_forward(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_repair(
-    p_query, p_key, p_value, p_out, p_row, p_column, p_scale, p_normaliser, p_mask, p_key_range, p_query_range,
+    p_query, p_key, p_value, p_out, p_row, p_column, p_level, p_scale, p_normaliser, p_mask, p_key_range, p_query_range,
     p_row_key, p_column_key, stride_query_batch, stride_query_head, stride_query_token, stride_key_batch,
     stride_key_head, stride_key_token, stride_value_batch, stride_value_head, stride_value_token, stride_out_batch,
     stride_out_head, stride_out_token, stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column, scale,
@@ -141,7 +145,7 @@ def attention_repair(
     value_width,
     M: tl.constexpr, SHARED: tl.constexpr, HARD: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr,
     EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LEVEL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Attend again, exactly, for the rows whose normaliser is NaN. Most programs find none and end."""
@@ -188,7 +192,10 @@ def attention_repair(
             stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys, width, value_width,
             M, SHARED, HARD, HAS_ROW, HAS_COLUMN, EQUAL, CAUSAL, HAS_MASK, DROPOUT, PRECISION, BLOCK_J, D, DV,
         )  # fmt: skip
-    b_exact = (b_maximum + tl.math.log2(b_sum)) * 0.6931471805599453
+    b_exact = b_maximum + tl.math.log2(b_sum)
+    if HAS_LEVEL:
+        b_exact += tl.load(p_level + i_kv)
+    b_exact *= 0.6931471805599453
     b_exact = tl.where(b_sum == 0.0, float("-inf"), b_exact)
     tl.store(p_normaliser + o_i, b_exact, mask=(o_i < num_queries) & b_unsafe)
     b_out = b_out * (keep_scale / tl.where(b_sum == 0.0, 1.0, b_sum))[:, None]
@@ -203,7 +210,7 @@ def attention_repair(
 def _largest_logit(
     b_query, b_gap, d_key, p_row, p_column, p_scale, p_mask, i_batch, i_kv_head, o_j, o_i, scale, stride_mask_row,
     stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
-    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, JOINED: tl.constexpr, HAS_ROW: tl.constexpr,
+    M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, JOINED: tl.constexpr, HAS_ROW: tl.constexpr,
     HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_J: tl.constexpr, D: tl.constexpr,
@@ -216,15 +223,15 @@ def _largest_logit(
     if JOINED:
         b_logit = _joined_logit(
             b_query, d_key, p_column, i_batch, i_kv_head, o_j, b_zero, scale, padded_keys,
-            HAS_COLUMN, PRECISION, BLOCK_J, D,
+            HAS_COLUMN, False, PRECISION, BLOCK_J, D,
         )  # fmt: skip
         b_largest = tl.max(b_logit.reshape(b_query.shape[0], 2, BLOCK_J), 1)
-    elif FACTORED:
+    elif PAIRED:
         b_key = load_tile(d_key, i_batch, i_kv_head, o_j, BLOCK_J, D)
         b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
         b_second = b_gap[:, None] + tl.load(p_column + padded_keys + o_columns)[None, :]
         b_largest = b_product * scale + tl.maximum(tl.load(p_column + o_columns)[None, :], b_second)
-    for r in tl.static_range(0 if JOINED or FACTORED else M):
+    for r in tl.static_range(0 if JOINED or PAIRED else M):
         if r == 0 or not SHARED:
             i_key_head = i_kv_head if SHARED else i_kv_head * M + r
             b_key = load_tile(d_key, i_batch, i_key_head, o_j, BLOCK_J, D)
@@ -246,7 +253,8 @@ def _largest_logit(
 @triton.jit
 def _joined_logit(
     b_query, d_key, p_column, i_batch, i_kv_head, o_j, b_reference, scale, padded_keys,
-    HAS_COLUMN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr,
+    HAS_COLUMN: tl.constexpr, HAS_LEVEL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_J: tl.constexpr,
+    D: tl.constexpr,
 ):  # fmt: skip
     """The logits of two projected components side by side, ``[BLOCK_I, 2 * BLOCK_J]``: one copy, one product."""
     b_key = d_key.load([i_batch, 2 * i_kv_head, o_j, 0]).reshape(2 * BLOCK_J, D)
@@ -254,28 +262,35 @@ def _joined_logit(
     b_bias = -b_reference[:, None]
     if HAS_COLUMN:
         o_both = tl.arange(0, 2 * BLOCK_J)
-        b_bias += tl.load(p_column + o_both // BLOCK_J * padded_keys + o_j + o_both % BLOCK_J)[None, :]
+        b_column = tl.load(p_column + o_both // BLOCK_J * padded_keys + o_j + o_both % BLOCK_J)[None, :]
+        b_bias = b_column if HAS_LEVEL else b_column + b_bias
     return b_product * scale + b_bias
 
 
 @triton.jit
 def _attend(
-    b_out, b_sum, b_reference, b_query, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho, p_scale, p_mask,
+    b_out, b_sum, b_reference, b_query, b_gap, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho, p_scale, p_mask,
     p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row, stride_mask_column, causal_offset,
     num_queries, num_keys, padded_queries, padded_keys,
-    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, JOINED: tl.constexpr, SUM_BY_PRODUCT: tl.constexpr,
+    M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, JOINED: tl.constexpr, SUM_BY_PRODUCT: tl.constexpr,
     HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    HAS_LEVEL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Add one block of keys, weighed against the fixed reference."""
     o_columns = o_j + tl.arange(0, BLOCK_J)
-    if FACTORED:
+    if PAIRED:
         b_key = load_tile(d_key, i_batch, i_kv_head, o_j, BLOCK_J, D)
         b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
-        b_bias = tl.load(p_column + o_columns)[None, :] - b_reference[:, None]
+        b_bias = tl.load(p_column + o_columns)[None, :]
+        if HARD:
+            # Only the biases compete.
+            b_bias = tl.maximum(b_bias, b_gap[:, None] + tl.load(p_column + padded_keys + o_columns)[None, :])
+        if not HAS_LEVEL:
+            b_bias -= b_reference[:, None]
         b_weight = tl.math.exp2(b_product * scale + b_bias)
-        b_weight = b_weight + b_weight * (b_alpha[:, None] * tl.load(p_rho + o_columns)[None, :])
+        if not HARD:
+            b_weight = b_weight + b_weight * (b_alpha[:, None] * tl.load(p_rho + o_columns)[None, :])
     elif HARD and SHARED and EQUAL:
         # Only the biases compete: one product, one exponential.
         b_key = load_tile(d_key, i_batch, i_kv_head, o_j, BLOCK_J, D)
@@ -289,10 +304,14 @@ def _attend(
                 padded_queries, HAS_ROW, HAS_COLUMN, True,
             ))  # fmt: skip
         b_weight = tl.math.exp2(b_product * scale + b_bias)
+    elif HAS_LEVEL and M == 1:
+        b_key = load_tile(d_key, i_batch, i_kv_head, o_j, BLOCK_J, D)
+        b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
+        b_weight = tl.math.exp2(b_product * scale + tl.load(p_column + o_columns)[None, :])
     elif JOINED:
         b_logit = _joined_logit(
             b_query, d_key, p_column, i_batch, i_kv_head, o_j, b_reference, scale, padded_keys,
-            HAS_COLUMN, PRECISION, BLOCK_J, D,
+            HAS_COLUMN, HAS_LEVEL, PRECISION, BLOCK_J, D,
         )  # fmt: skip
         if HARD:
             b_weight = tl.math.exp2(tl.max(b_logit.reshape(b_query.shape[0], 2, BLOCK_J), 1))

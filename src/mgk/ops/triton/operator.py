@@ -70,6 +70,10 @@ class TermsLayout:
         # Only half precision: in fp32 the data has been centred.
         self.has_origin = shift is not None and gaussian and query.dtype != torch.float32
         self.block_d = block_width(self.width)
+        # Two projected keys of one variance are copied and multiplied side by side.
+        self.joined = shift is None and self.components == 2 and not self.has_row
+        is_plain = self.paired or self.joined or (self.components == 1 and not self.has_row)
+        self.has_level = gaussian and scales is None and is_plain and query.dtype != torch.float16
 
     def sizes(self) -> dict[str, int]:
         """Numbers in each part of the buffer."""
@@ -81,6 +85,7 @@ class TermsLayout:
             "rho": kv_heads * self.padded_keys if self.factored else 0,
             "origin": kv_heads * self.block_d if self.has_origin else 0,
             "wide": kv_heads if self.factored else 0,
+            "level": kv_heads if self.has_level else 0,
         }
 
 
@@ -123,11 +128,10 @@ class _Call(TermsLayout):
             "CAUSAL": is_causal,
             "HAS_MASK": attn_mask is not None,
             "HAS_RANGE": self.key_range is not None,
+            "HAS_LEVEL": self.has_level,
             "DROPOUT": seed is not None,
             "PRECISION": "ieee",
         }
-        # Two projected keys of one variance are copied and multiplied side by side.
-        self.joined = not shared and self.components == 2 and not self.has_row
         self.threshold, self.keep_scale = round(dropout_p * 2**32), 1.0 / (1.0 - dropout_p)
         self.mask_strides: tuple[int, ...] = (0, 0, 0, 0)
         if attn_mask is not None:
@@ -142,7 +146,7 @@ class _Call(TermsLayout):
         sizes = self.sizes()
         self.terms = self._new(sum(sizes.values())) if saved is None else saved
         parts = dict(zip(sizes, self.terms.split(list(sizes.values())), strict=True))
-        self.row, self.alpha, self.column, self.rho, self.origin, self.wide = (
+        self.row, self.alpha, self.column, self.rho, self.origin, self.wide, self.level = (
             part if part.numel() else None for part in parts.values()
         )
 
@@ -163,7 +167,7 @@ class _Call(TermsLayout):
             (
                 self.query, self.key, self.shift, prior, self.scales, self.origin,
                 None if key_mask is None else key_mask.contiguous(), self.query_range, self.key_range, self.row,
-                self.alpha, self.column, self.rho, self.wide, *self.query.stride()[:3], *self.key.stride()[:3],
+                self.alpha, self.column, self.rho, self.wide, self.level, *self.query.stride()[:3], *self.key.stride()[:3],
                 *prior_strides, self.scale, self.limits.ratio, self.heads, self.heads // self.kv_heads, self.queries,
                 self.keys, self.padded_queries, self.padded_keys, row_programs, self.width,
             ),
@@ -178,6 +182,7 @@ class _Call(TermsLayout):
                 "HAS_ORIGIN": self.origin is not None,
                 "HAS_KEY_MASK": key_mask is not None,
                 "HAS_RANGE": self.key_range is not None,
+                "HAS_LEVEL": self.has_level,
                 "HAS_ROW": self.has_row,
                 "HAS_COLUMN": self.has_column,
                 "EQUAL": self.scales is None,
@@ -303,8 +308,8 @@ def fused_attention(
         ``[B, H, Nq, Dv]``, fp32 ``[B, H, Nq]``, and what backward wants to know of rows and columns.
     """
     with _on_device(query):
-        # The forward kernel makes the rows of a factored pair itself.
-        makes_rows = not TermsLayout(query, key, shift, log_prior, scales, key_mask, gaussian, hard).factored
+        # The forward kernel makes the rows of a pair itself.
+        makes_rows = not TermsLayout(query, key, shift, log_prior, scales, key_mask, gaussian, hard).paired
         call = _Call(
             query, key, value, shift, log_prior, scales, attn_mask, key_mask, query_mask, seed, scale, gaussian,
             is_causal, hard, dropout_p, makes_rows=makes_rows,
@@ -332,17 +337,17 @@ def fused_attention(
 
         def run(tile: tuning.Tile) -> None:
             # Rows are made up to the end of the padding, which backward reads.
-            blocks = _blocks(call.padded_queries if call.factored else call.queries, tile.rows)
+            blocks = _blocks(call.padded_queries if call.paired else call.queries, tile.rows)
             launch(
                 forward.attention_forward,
                 blocks * call.batch * call.heads,
                 (
                     descriptor(call.query, tile.rows), descriptor(call.key, tile.columns, 2 if call.joined else 1),
                     descriptor(values, tile.columns), descriptor(out, tile.rows), call.row, call.column, call.alpha,
-                    call.rho, call.wide, call.scales, call.shift, call.origin, normaliser, *masks, *scalars, *sizes,
+                    call.rho, call.wide, call.level, call.scales, call.shift, call.origin, normaliser, *masks, *scalars, *sizes,
                     blocks, call.width, *call.limits,
                 ),
-                {**call.options, **widths, "JOINED": call.joined, "HAS_ORIGIN": call.origin is not None,
+                {**call.options, **widths, "PAIRED": call.paired, "JOINED": call.joined, "HAS_ORIGIN": call.origin is not None,
                 "SUM_BY_PRODUCT": by_product, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
                 tile,
             )  # fmt: skip
@@ -354,7 +359,7 @@ def fused_attention(
             forward.attention_repair,
             blocks * call.batch * call.heads,
             (
-                call.query, call.key, values, out, call.row, call.column, call.scales, normaliser, *masks[:5],
+                call.query, call.key, values, out, call.row, call.column, call.level, call.scales, normaliser, *masks[:5],
                 *call.query.stride()[:3], *call.key.stride()[:3], *values.stride()[:3], *out.stride()[:3],
                 *call.mask_strides, *scalars, *sizes, blocks, call.width, value.shape[-1],
             ),
@@ -389,10 +394,10 @@ def fused_attention_backward(
             backward.attention_delta,
             blocks * call.batch * call.heads,
             (
-                out, grad_out, normaliser, grad_normaliser, call.row, reference, delta, *out.stride()[:3],
-                *grad_out.stride()[:3], call.heads, call.queries, call.padded_queries, blocks, value.shape[-1],
+                out, grad_out, normaliser, grad_normaliser, call.row, call.level, reference, delta, *out.stride()[:3],
+                *grad_out.stride()[:3], call.heads, call.heads // call.kv_heads, call.queries, call.padded_queries, blocks, value.shape[-1],
             ),
-            {"M": components, "FACTORED": call.factored, "BLOCK_I": rows, "DV": block_width(out.shape[-1])},
+            {"M": components, "FACTORED": call.factored, "HAS_LEVEL": call.has_level, "BLOCK_I": rows, "DV": block_width(out.shape[-1])},
             SMALL,
         )  # fmt: skip
         widths = {"D": block_width(call.query.shape[-1]), "DV": block_width(values.shape[-1])}

@@ -18,18 +18,19 @@ from mgk.ops.triton.tiles import LENGTHS, load_rows, mark_wide, safe_ratio
 @triton.jit(do_not_specialize=LENGTHS)
 def logit_terms(
     p_query, p_key, p_shift, p_prior, p_scale, p_origin, p_key_mask, p_query_range, p_key_range, p_row, p_alpha,
-    p_column, p_rho, p_wide, stride_query_batch, stride_query_head, stride_query_token, stride_key_batch,
+    p_column, p_rho, p_wide, p_level, stride_query_batch, stride_query_head, stride_query_token, stride_key_batch,
     stride_key_head,
     stride_key_token, stride_prior_head, stride_prior_component, stride_prior_token, scale, limit, num_heads,
     group_size, num_queries, num_keys, padded_queries, padded_keys, num_row_programs, width,
     M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, GAUSSIAN: tl.constexpr, HAS_SHIFT: tl.constexpr,
     HAS_PRIOR: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
-    HAS_RANGE: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr,
-    BLOCK: tl.constexpr, D: tl.constexpr,
+    HAS_RANGE: tl.constexpr, HAS_LEVEL: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr,
+    EQUAL: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """The first programs make rows, the others columns: one launch, since both wait for memory.
 
-    ``origin [B, Hkv, D]`` is what the first valid query and key have in common, as in MixtureProblem.origin.
+    ``origin [B, Hkv, D]`` is what the first valid query and key have in common, as in MixtureProblem.origin, and
+    ``level [B, Hkv]`` about what the first query and key have as a logit: columns are given without it.
     """
     i_program = tl.program_id(0)
     num_kv_heads = num_heads // group_size
@@ -43,7 +44,8 @@ def logit_terms(
     i_kv_head = i_head // group_size if is_row else i_head
     i_kv = i_batch * num_kv_heads + i_kv_head
     b_origin = tl.zeros([D], tl.float32)
-    if HAS_ORIGIN:
+    b_level = 0.0
+    if HAS_ORIGIN or HAS_LEVEL:
         first_query = tl.load(p_query_range + 2 * i_batch) if HAS_RANGE else 0
         first_key = tl.load(p_key_range + 2 * i_batch) if HAS_RANGE else 0
         b_first_query = load_rows(
@@ -51,15 +53,20 @@ def logit_terms(
             first_query, num_queries, width, 1, D,
         ).reshape(D).to(tl.float32)  # fmt: skip
         b_first_key = load_rows(
-            p_key, stride_key_batch, stride_key_head, stride_key_token, i_batch, i_kv_head, first_key, num_keys,
-            width, 1, D,
+            p_key, stride_key_batch, stride_key_head, stride_key_token, i_batch,
+            i_kv_head if SHARED else i_kv_head * M, first_key, num_keys, width, 1, D,
         ).reshape(D).to(tl.float32)  # fmt: skip
+        if HAS_LEVEL:
+            b_level = scale * tl.sum((b_first_query - 0.5 * b_first_key) * b_first_key, 0)
+            b_level = tl.where(tl.abs(b_level) < float("inf"), b_level, 0.0)
+            if is_row == 0 and i_block == 0:
+                tl.store(p_level + i_kv, b_level)
         b_smaller = tl.where(tl.abs(b_first_query) < tl.abs(b_first_key), b_first_query, b_first_key)
         # NaN and infinity have nothing in common with anything.
         b_agree = b_first_query * b_first_key > 0.0
         b_agree = b_agree & (tl.abs(b_first_query) < float("inf")) & (tl.abs(b_first_key) < float("inf"))
         b_origin = tl.where(b_agree, b_smaller, 0.0)
-        if is_row == 0 and i_block == 0:
+        if HAS_ORIGIN and is_row == 0 and i_block == 0:
             tl.store(p_origin + i_kv.to(tl.int64) * D + tl.arange(0, D), b_origin)
     o_first = i_block * BLOCK
     if is_row:
@@ -76,7 +83,7 @@ def logit_terms(
             )  # fmt: skip
     elif HAS_COLUMN:
         _column_terms(
-            p_key, b_origin, p_shift, p_prior, p_scale, p_key_mask, p_column, p_rho, p_wide, i_batch, i_kv_head, i_kv,
+            p_key, b_origin, b_level, p_shift, p_prior, p_scale, p_key_mask, p_column, p_rho, p_wide, i_batch, i_kv_head, i_kv,
             o_first, stride_key_batch, stride_key_head, stride_key_token, stride_prior_head, stride_prior_component,
             stride_prior_token, scale, limit, num_keys, padded_keys, width,
             M, SHARED, FACTORED, GAUSSIAN, HAS_SHIFT, HAS_PRIOR, HAS_ORIGIN, HAS_KEY_MASK, EQUAL, BLOCK, D,
@@ -85,7 +92,7 @@ def logit_terms(
 
 @triton.jit
 def _column_terms(
-    p_key, b_origin, p_shift, p_prior, p_scale, p_key_mask, p_column, p_rho, p_wide, i_batch, i_kv_head, i_kv, o_first,
+    p_key, b_origin, b_level, p_shift, p_prior, p_scale, p_key_mask, p_column, p_rho, p_wide, i_batch, i_kv_head, i_kv, o_first,
     stride_batch, stride_head, stride_token, stride_prior_head, stride_prior_component, stride_prior_token, scale,
     limit, num_keys, padded_keys, width,
     M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, GAUSSIAN: tl.constexpr, HAS_SHIFT: tl.constexpr,
@@ -123,7 +130,7 @@ def _column_terms(
             b_prior = tl.load(p_own + o_j.to(tl.int64) * stride_prior_token, mask=o_j < num_keys, other=0.0)
             # Scaled terms are in units of log 2 already.
             b_column += b_prior * 1.4426950408889634
-        b_column = tl.where(b_valid, b_column, float("-inf"))
+        b_column = tl.where(b_valid, b_column - b_level, float("-inf"))
         tl.store(p_column + (i_kv.to(tl.int64) * M + r) * padded_keys + o_j, b_column)
         if FACTORED:
             if r == 0:
