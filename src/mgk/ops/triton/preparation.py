@@ -58,6 +58,8 @@ def logit_terms(
         ).reshape(D).to(tl.float32)  # fmt: skip
         if HAS_LEVEL:
             b_level = scale * tl.sum((b_first_query - 0.5 * b_first_key) * b_first_key, 0)
+            # No logit exceeds half the squared norm of its query: a first key far from everything says little.
+            b_level = tl.maximum(b_level, 0.5 * scale * tl.sum(b_first_query * b_first_query, 0) - 40.0)
             b_level = tl.where(tl.abs(b_level) < float("inf"), b_level, 0.0)
             if is_row == 0 and i_block == 0:
                 tl.store(p_level + i_kv, b_level)

@@ -1,0 +1,35 @@
+"""The fused kernels run compiled on a CUDA device, or on the CPU under the interpreter of Triton."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from triton_cases import INTERPRETED
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _kernels_run_here() -> None:
+    if INTERPRETED and importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    if INTERPRETED and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("the kernels need MGK_TEST_DEVICE=cuda, or TRITON_INTERPRET=1 before anything is imported")
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_buffers(_poisoned_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P18: what ``torch.empty`` hands out holds NaN, too."""
+    for name in ("empty", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "new_empty_strided", poisoned(torch.Tensor.new_empty_strided))
+
+
+def poisoned(allocate):
+    def allocate_poisoned(*args, **kwargs):
+        tensor = allocate(*args, **kwargs)
+        if tensor.is_floating_point() and not torch.compiler.is_compiling():
+            tensor.fill_(float("nan"))
+        return tensor
+
+    return allocate_poisoned

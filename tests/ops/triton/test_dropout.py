@@ -1,0 +1,179 @@
+"""P23: dropout of the normalised weight of a pair, one mask for forward and backward."""
+
+import oracle
+import pytest
+import torch
+from cases import KINDS, with_gradients
+
+from triton_cases import (
+    BRIEF_DTYPES,
+    FLOAT32,
+    GRADIENT_CAP,
+    INTERPRETED,
+    PARAMETER_CAP,
+    TOKENS,
+    attend,
+    error_of,
+    exactly,
+    gradient_errors,
+    gradients_of,
+    make_inputs,
+    random_grad,
+)  # fmt: skip
+
+DROPOUT = 0.25
+# As many keys as there may be value dimensions, so that an identity of values shows every weight.
+KEYS = 40 if INTERPRETED else 200
+# Far from zero, so that a weight of 0 is a dropped one even in half precision.
+QUERIES = 20 if INTERPRETED else 37
+BATCH = 1 if INTERPRETED else 2
+SIZES = {"batch": BATCH, "heads": 2, "queries": QUERIES, "keys": KEYS, "dim": 16, "value_dim": KEYS, "scale": 0.5}
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+brief_dtypes = pytest.mark.parametrize("dtype", BRIEF_DTYPES, ids=str)
+settings_of_interest = pytest.mark.parametrize(
+    "settings", [{}, {"is_causal": True}, {"assignment": "hard"}, {"kv_heads": 1}], ids=str
+)
+
+
+def seeded(inputs, grad=None, seed=1, dropout_p=DROPOUT):
+    torch.manual_seed(seed)
+    if grad is None:
+        return attend(inputs, dropout_p=dropout_p)
+    return gradients_of({**inputs, "dropout_p": dropout_p}, grad)
+
+
+def identity_of_values(inputs):
+    """The output becomes the weights."""
+    value = torch.eye(KEYS, dtype=inputs["query"].dtype, device=inputs["query"].device)
+    return {**inputs, "value": value.expand(BATCH, inputs["key"].shape[1], KEYS, KEYS)}
+
+
+def kept_pairs(inputs, **options):
+    return seeded(identity_of_values(inputs), **options) != 0
+
+
+def attention_with(kept):
+    """The oracle's attention under a given mask."""
+
+    def function(inputs):
+        weight = oracle.weights(inputs) * kept / (1 - DROPOUT)
+        return weight @ inputs["value"].repeat_interleave(inputs["query"].shape[1] // inputs["value"].shape[1], dim=1)
+
+    return function
+
+
+@every_kind
+@brief_dtypes
+@settings_of_interest
+def test_weights_are_dropped_and_scaled(kind, dtype, settings, device):
+    """P23: keep-rate within 4 sigma, for every head and every sample, and 1 / (1 - p) on what is kept."""
+    inputs = make_inputs(kind=kind, dtype=dtype, device=device, **SIZES, **settings)
+    weight, dropped = oracle.weights(inputs), seeded(identity_of_values(inputs)).double()
+    seen = oracle.visible(inputs)
+    kept = (dropped != 0) & seen
+    assert error_of(dropped[kept], weight[kept] / (1 - DROPOUT)) <= (1e-5 if dtype == FLOAT32 else 1e-2)
+    assert (dropped[~seen] == 0).all()
+    for part, all_of_it in [(kept, seen), *zip(kept.flatten(0, 1), seen.flatten(0, 1), strict=True)]:
+        pairs = int(all_of_it.sum())
+        deviations = abs(float(part.sum()) / pairs - (1 - DROPOUT)) / (DROPOUT * (1 - DROPOUT) / pairs) ** 0.5
+        assert deviations < 4
+
+
+@every_kind
+@brief_dtypes
+@settings_of_interest
+def test_backward_uses_the_mask_of_forward(kind, dtype, settings, device):
+    """P23: gradients of everything against an oracle that is given the mask."""
+    inputs = make_inputs(kind=kind, dtype=dtype, device=device, **SIZES, **settings)
+    kept = kept_pairs(inputs)
+    grad = random_grad(inputs)
+    out, got = seeded(inputs, grad)
+    expected_out, expected = with_gradients(exactly(inputs), grad.double(), function=attention_with(kept))
+    assert error_of(out, expected_out) <= (1e-5 if dtype == FLOAT32 else 4e-3)
+    for name, error in gradient_errors(got, expected).items():
+        cap = GRADIENT_CAP[dtype] if name in TOKENS else PARAMETER_CAP[dtype]
+        assert error <= cap, name
+
+
+@every_kind
+def test_masks_together_with_dropout(kind, device):
+    """P23: what is hidden stays hidden, and what is dropped does not depend on it."""
+    inputs = make_inputs(kind=kind, dtype=FLOAT32, device=device, **SIZES)
+    everything = kept_pairs(inputs)
+    inputs["key_mask"] = torch.rand(BATCH, KEYS, device=device) > 0.3
+    inputs["attn_mask"] = torch.rand(QUERIES, KEYS, device=device) > 0.3
+    kept = kept_pairs(inputs)
+    assert torch.equal(kept, everything & oracle.visible(inputs))
+    grad = random_grad(inputs)
+    out, got = seeded(inputs, grad)
+    expected_out, expected = with_gradients(exactly(inputs), grad.double(), function=attention_with(kept))
+    assert error_of(out, expected_out) <= 1e-5
+    assert max(gradient_errors(got, expected).values()) <= 1e-4
+
+
+@every_kind
+def test_seeds(kind, device):
+    """P23: one seed, one mask; another seed, another; and a second call goes on."""
+    inputs = make_inputs(kind=kind, dtype=FLOAT32, device=device, **SIZES)
+    first = kept_pairs(inputs, seed=1)
+    second = attend(identity_of_values(inputs), dropout_p=DROPOUT) != 0
+    assert torch.equal(first, kept_pairs(inputs, seed=1))
+    for other in (second, kept_pairs(inputs, seed=2)):
+        # Independent masks agree where both keep or both drop.
+        agreement = (first == other).double().mean()
+        expected = (1 - DROPOUT) ** 2 + DROPOUT**2
+        assert abs(agreement - expected) < 4 * (expected * (1 - expected) / first.numel()) ** 0.5
+
+
+def test_masks_of_heads_samples_rows_and_keys_differ(device):
+    """P23: the counter runs over all four, so that no two slices repeat each other."""
+    kept = kept_pairs(make_inputs(dtype=FLOAT32, device=device, **SIZES))
+    for slices in (kept.flatten(0, 1).flatten(1), kept[0, 0], kept[0, 0].T):
+        assert len({tuple(row.tolist()) for row in slices}) == len(slices)
+    # Neighbours are not correlated either.
+    for shifted, trimmed in ((kept[..., 1:], kept[..., :-1]), (kept[:, :, 1:], kept[:, :, :-1])):
+        agreement = (shifted == trimmed).double().mean()
+        expected = (1 - DROPOUT) ** 2 + DROPOUT**2
+        assert abs(agreement - expected) < 5 * (expected * (1 - expected) / shifted.numel()) ** 0.5
+
+
+def test_rows_and_columns_keep_as_coins_would(device):
+    """P23: keep counts spread like binomial ones, along rows and along columns, and four corners meet by chance."""
+    kept = kept_pairs(make_inputs(dtype=FLOAT32, device=device, **SIZES)).double()
+    for axis in (-1, -2):
+        counts = kept.sum(axis)
+        spread = counts.var() / (kept.shape[axis] * DROPOUT * (1 - DROPOUT))
+        assert abs(spread - 1) < 5 * (2 / counts.numel()) ** 0.5
+    corners = kept[:, :, :-1, :-1] * kept[:, :, :-1, 1:] * kept[:, :, 1:, :-1] * kept[:, :, 1:, 1:]
+    expected = (1 - DROPOUT) ** 4
+    # Neighbouring squares share corners: count every other one.
+    corners = corners[:, :, ::2, ::2]
+    assert abs(corners.mean() - expected) < 4 * (expected * (1 - expected) / corners.numel()) ** 0.5
+
+
+@every_kind
+@brief_dtypes
+def test_a_rate_of_zero_is_no_dropout(kind, dtype, device):
+    """P23"""
+    inputs = make_inputs(kind=kind, dtype=dtype, device=device, **{**SIZES, "value_dim": 16})
+    assert torch.equal(attend(inputs, dropout_p=0.0), attend(inputs))
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.5, 0.9])
+def test_rates(rate, device):
+    """P23: the mean of the output does not depend on the rate."""
+    inputs = make_inputs(dtype=FLOAT32, device=device, **SIZES)
+    dropped = seeded(identity_of_values(inputs), dropout_p=rate).double()
+    pairs = dropped.numel()
+    assert abs(float((dropped != 0).sum()) / pairs - (1 - rate)) < 4 * (rate * (1 - rate) / pairs) ** 0.5
+    kept = dropped != 0
+    assert error_of(dropped[kept], oracle.weights(inputs)[kept] / (1 - rate)) <= 1e-5
+
+
+def test_dropped_rows_are_finite(device):
+    """P23: a row whose every weight is dropped is zero, not 0 / 0."""
+    inputs = make_inputs(batch=2, heads=2, queries=40, keys=2, dim=16, dtype=FLOAT32, device=device)
+    out, gradients = seeded(inputs, random_grad(inputs), dropout_p=0.9)
+    assert (out == 0).all(-1).any()
+    assert all(gradient.isfinite().all() for gradient in (out, *gradients.values()))

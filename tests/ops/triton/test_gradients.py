@@ -1,0 +1,131 @@
+"""Identities that gradients must satisfy, whatever computes them (G1-G4), and what a backward pass may not do."""
+
+import pytest
+import torch
+from cases import GRADIENTS, KINDS
+
+from triton_cases import (
+    BRIEF_DTYPES,
+    FLOAT32,
+    INTERPRETED,
+    attend,
+    expected_with_gradients,
+    gradient_errors,
+    gradients_of,
+    make_inputs,
+    random_grad,
+)  # fmt: skip
+
+SIZES = {"queries": 35 if INTERPRETED else 130, "dim": 16, "batch": 2 if not INTERPRETED else 1}
+SMALL = {"queries": 18, "dim": 16, "batch": 1}
+SETTINGS = [{}, {"is_causal": True}, {"heads": 4, "kv_heads": 2}, {"is_causal": True, "keys": 18, "kv_heads": 1}]
+TOLERANCE = {FLOAT32: 2e-6}
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+brief_dtypes = pytest.mark.parametrize("dtype", BRIEF_DTYPES, ids=str)
+
+
+@every_kind
+@brief_dtypes
+@pytest.mark.parametrize("settings", SETTINGS[::3] if INTERPRETED else SETTINGS, ids=str)
+@pytest.mark.parametrize("assignment", ["soft", "hard"])
+def test_gradients_obey_the_symmetries(kind, dtype, settings, assignment, device):
+    """G1-G4: shift, rotation, scale and prior invariance: sign, scale and missing-block faults show at any size."""
+    inputs = make_inputs(kind=kind, assignment=assignment, dtype=dtype, device=device, **SIZES, **settings)
+    kv_heads = inputs["key"].shape[1]
+    inputs["variance"] = torch.tensor([3.0, 4.5], device=device).repeat(kv_heads, 1)
+    _, got = gradients_of(inputs, random_grad(inputs))
+    got = {name: gradient.double() for name, gradient in got.items()}
+    inputs = {name: value.double() if name in got else value for name, value in inputs.items()}
+    # Sums over all tokens of rounded numbers: their errors add up in quadrature.
+    noise = TOLERANCE.get(dtype, 5e-3) * sum(got[name].norm() for name in ("query", "key"))
+
+    def per_head(tensor: torch.Tensor) -> torch.Tensor:
+        """[B, Hkv, everything else, D]"""
+        return tensor.unflatten(1, (kv_heads, -1)).flatten(2, -2)
+
+    moved = per_head(got["query"]).sum(2) + per_head(got["key"]).sum(2)
+    assert moved.abs().max() < noise
+
+    torque = sum(per_head(inputs[name]).mT @ per_head(got[name]) for name in ("query", "key"))
+    stretch = sum((inputs[name] * got[name]).sum() for name in ("query", "key"))
+    if kind == "shifted":
+        torque = torque.sum(0) + inputs["shift"].mT @ got["shift"]
+        stretch = stretch + (inputs["shift"] * got["shift"]).sum()
+    assert (torque - torque.mT).abs().max() < 4 * noise
+    assert (stretch + 2 * (inputs["variance"] * got["variance"]).sum()).abs() < 16 * noise
+    assert got["log_prior"].sum(-1).abs().max() < noise
+    assert (got["log_prior"].abs().max() > 0) == (assignment == "soft")
+
+
+@every_kind
+@brief_dtypes
+def test_tied_components_share_the_gradient_evenly(kind, dtype, device):
+    """G3: the rule for ties of the reference, to the bit."""
+    inputs = make_inputs(kind=kind, components=3, prior=None, assignment="hard", dtype=dtype, device=device, **SIZES)
+    if kind == "projected":
+        inputs["key"] = inputs["key"][:, :, :1].expand(-1, -1, 3, -1, -1).contiguous()
+    else:
+        inputs["shift"] = inputs["shift"][:, :1].expand(-1, 3, -1).contiguous()
+    _, gradients = gradients_of(inputs, random_grad(inputs))
+    first, second, third = gradients["key"].unbind(2) if kind == "projected" else gradients["shift"].unbind(1)
+    assert first.abs().max() > 0
+    assert torch.equal(first, second)
+    assert torch.equal(first, third)
+
+
+@every_kind
+@pytest.mark.parametrize("components", [2, 3])
+def test_some_components_tie(kind, components, device):
+    """G3: two of the components coincide, at some positions the best ones and at some not."""
+    inputs = make_inputs(kind=kind, components=components + 1, assignment="hard", dtype=FLOAT32, device=device, **SIZES)
+    name, axis = ("key", 2) if kind == "projected" else ("shift", 1)
+    inputs[name].select(axis, 0).copy_(inputs[name].select(axis, components))
+    grad = random_grad(inputs)
+    _, got = gradients_of(inputs, grad)
+    _, expected = expected_with_gradients(inputs, grad)
+    assert max(gradient_errors(got, expected).values()) <= 1e-4
+
+
+@pytest.mark.parametrize("settings", [{"components": 1}, {"similarity": "dot"}, {"assignment": "hard"}], ids=str)
+def test_every_parameter_gets_a_gradient(settings, device):
+    """G4: zeros where an identity makes a parameter irrelevant, never None."""
+    inputs = make_inputs(kind="shifted", variance="component", dtype=FLOAT32, device=device, **SIZES, **settings)
+    _, gradients = gradients_of(inputs, random_grad(inputs))
+    assert set(gradients) == set(GRADIENTS)
+    assert all(gradient is not None for gradient in gradients.values())
+    if settings.get("assignment") == "hard":
+        assert (gradients["log_prior"] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "leaf"), [(kind, leaf) for kind in KINDS for leaf in GRADIENTS if (kind, leaf) != ("projected", "shift")]
+)
+def test_each_gradient_alone(kind, leaf, device):
+    """G1: asking for one gradient gives the bits of asking for all."""
+    inputs = make_inputs(kind=kind, variance="component", dtype=FLOAT32, device=device, **SMALL)
+    grad = random_grad(inputs)
+    _, together = gradients_of(inputs, grad)
+    inputs[leaf].requires_grad_()
+    (alone,) = torch.autograd.grad(attend(inputs), inputs[leaf], grad)
+    assert torch.equal(alone, together[leaf])
+
+
+@every_kind
+def test_the_output_needs_no_gradients(kind, device):
+    """G1: the same bits with and without a graph."""
+    inputs = make_inputs(kind=kind, dtype=FLOAT32, device=device, **SIZES)
+    out, _ = gradients_of(inputs, random_grad(inputs))
+    assert torch.equal(attend(inputs), out)
+    with torch.no_grad():
+        assert torch.equal(attend(inputs), out)
+
+
+@pytest.mark.parametrize("leaf", GRADIENTS)
+def test_double_backward_is_refused(leaf, device):
+    """Bad input 18."""
+    inputs = make_inputs(kind="shifted", variance="component", dtype=FLOAT32, device=device, batch=1, dim=16)
+    inputs[leaf].requires_grad_()
+    (gradient,) = torch.autograd.grad(attend(inputs).square().sum(), inputs[leaf], create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward needs backend='reference'"):
+        gradient.sum().backward()
