@@ -88,7 +88,7 @@ class MGKPreTrainedModel(PreTrainedModel):
             return "sdpa"
         if requested_attention not in BACKENDS:
             raise ValueError(
-                f"Specified `attn_implementation=\"{requested_attention}\"` is not supported: "
+                f'Specified `attn_implementation="{requested_attention}"` is not supported: '
                 "use 'sdpa' (the fastest that serves a call), 'triton' or 'eager'"
             )
         return requested_attention

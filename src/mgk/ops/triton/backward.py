@@ -24,8 +24,10 @@ from mgk.ops.triton.tiles import LENGTHS, component_bias, is_kept, is_visible, l
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_delta(
     p_out, p_grad_out, p_normaliser, p_grad_normaliser, p_row, p_level, p_reference, p_delta, stride_out_batch,
-    stride_out_head, stride_out_token, stride_grad_batch, stride_grad_head, stride_grad_token, num_heads, group_size, num_queries,
-    padded_queries, num_blocks, width, M: tl.constexpr, FACTORED: tl.constexpr, HAS_LEVEL: tl.constexpr, BLOCK_I: tl.constexpr,
+    stride_out_head, stride_out_token, stride_grad_batch, stride_grad_head, stride_grad_token, num_heads, group_size,
+    num_queries,
+    padded_queries, num_blocks, width, M: tl.constexpr, FACTORED: tl.constexpr, HAS_LEVEL: tl.constexpr,
+    BLOCK_I: tl.constexpr,
     DV: tl.constexpr,
 ):  # fmt: skip
     """What the two kernels need of each row, padded: ``reference`` (in units of log 2) and ``delta``."""

@@ -2,12 +2,13 @@
 
 Weights are not taken against a running maximum, which would cost a comparison and a rescaling a pair. Distances are
 measured from a level that the columns hold already, about the logit of the first query and key; other logits (and all
-in fp16, where weights must stay small) from a reference that stays fixed, the row's largest logit in the first block. Two shifted keys of one variance need a single exponential,
-``exp(s_ij + w_j0) (1 + alpha_i rho_j)``. Both are exact as long as a row's sum stays within what the number format
-holds. Rows that leave it (their sum is checked at the end, and ``alpha`` or ``rho`` out of range are NaN to begin with)
-get NaN as their normaliser, and a second kernel attends to those again, with a running maximum and one exponential for
-each component. The choice is made row by row from what the row sees, so that later tokens never change the bits of
-earlier rows.
+in fp16, where weights must stay small) from a reference that stays fixed, the row's largest logit in the first block.
+Two shifted keys of one variance need a single exponential, ``exp(s_ij + w_j0) (1 + alpha_i rho_j)``.
+
+All this is exact as long as a row's sum stays within what the number format holds. Rows that leave it (their sum is
+checked at the end, and ``alpha`` or ``rho`` out of range are NaN to begin with) get NaN as their normaliser, and a
+second kernel attends to those again, with a running maximum and one exponential for each component. The choice is made
+row by row from what the row sees, so that later tokens never change the bits of earlier rows.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from mgk.ops.triton.tiles import (
 
 @triton.jit(do_not_specialize=LENGTHS)
 def attention_forward(
-    d_query, d_key, d_value, d_out, p_row, p_column, p_alpha, p_rho, p_wide, p_level, p_scale, p_shift, p_origin, p_normaliser,
+    d_query, d_key, d_value, d_out, p_row, p_column, p_alpha, p_rho, p_wide, p_level, p_scale, p_shift, p_origin,
+    p_normaliser,
     p_mask, p_key_range, p_query_range, p_row_key, p_column_key, stride_mask_batch, stride_mask_head, stride_mask_row,
     stride_mask_column,
     scale, threshold, keep_scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys,
@@ -39,7 +41,8 @@ def attention_forward(
     M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, JOINED: tl.constexpr, SUM_BY_PRODUCT: tl.constexpr,
     HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_RANGE: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_LEVEL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_RANGE: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_LEVEL: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Write ``out [B, H, Nq, Dv]`` and ``normaliser [B, H, Nq]`` (natural logarithm, NaN where unsafe)."""
@@ -106,16 +109,19 @@ def attention_forward(
         ) + margin  # fmt: skip
     for o_j in tl.range(first_key, end_full, BLOCK_J):
         b_out, b_sum = _attend(
-            b_out, b_sum, b_reference, b_query, b_gap, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho, p_scale,
+            b_out, b_sum, b_reference, b_query, b_gap, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho,
+            p_scale,
             p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row, stride_mask_column,
             causal_offset, num_queries, num_keys, padded_queries, padded_keys,
-            M, SHARED, PAIRED, JOINED, SUM_BY_PRODUCT, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, HAS_LEVEL, DROPOUT,
+            M, SHARED, PAIRED, JOINED, SUM_BY_PRODUCT, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, HAS_LEVEL,
+            DROPOUT,
             PRECISION, BLOCK_J, D, DV,
         )  # fmt: skip
     if CAUSAL:
         for o_j in tl.range(end_full, end_key, BLOCK_J):
             b_out, b_sum = _attend(
-                b_out, b_sum, b_reference, b_query, b_gap, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho, p_scale,
+                b_out, b_sum, b_reference, b_query, b_gap, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho,
+                p_scale,
                 p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row,
                 stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
                 M, SHARED, PAIRED, JOINED, SUM_BY_PRODUCT, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, HAS_LEVEL,
@@ -269,13 +275,15 @@ def _joined_logit(
 
 @triton.jit
 def _attend(
-    b_out, b_sum, b_reference, b_query, b_gap, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho, p_scale, p_mask,
+    b_out, b_sum, b_reference, b_query, b_gap, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho, p_scale,
+    p_mask,
     p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row, stride_mask_column, causal_offset,
     num_queries, num_keys, padded_queries, padded_keys,
     M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, JOINED: tl.constexpr, SUM_BY_PRODUCT: tl.constexpr,
     HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_LEVEL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    HAS_LEVEL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr,
 ):  # fmt: skip
     """Add one block of keys, weighed against the fixed reference."""
     o_columns = o_j + tl.arange(0, BLOCK_J)

@@ -36,13 +36,15 @@ class Limits(NamedTuple):
     highest_sum: float
     margin: float
     """log2 of the room above the first block's largest weight"""
+    level: float
+    """log2 of the largest level that columns may hold without losing digits that count"""
 
 
 # fp16 weights overflow at 2^16 and lose digits below 2^-14; the others have the exponents of fp32.
 LIMITS = {
-    torch.float32: Limits(40.0, 2.0**-60, 2.0**60, 0.0),
-    torch.bfloat16: Limits(40.0, 2.0**-60, 2.0**60, 0.0),
-    torch.float16: Limits(14.0, 2.0**-8, 2.0**15, 4.0),
+    torch.float32: Limits(40.0, 2.0**-60, 2.0**60, 0.0, 64.0),
+    torch.bfloat16: Limits(40.0, 2.0**-60, 2.0**60, 0.0, 4096.0),
+    torch.float16: Limits(14.0, 2.0**-8, 2.0**15, 4.0, 0.0),
 }
 
 
@@ -167,8 +169,10 @@ class _Call(TermsLayout):
             (
                 self.query, self.key, self.shift, prior, self.scales, self.origin,
                 None if key_mask is None else key_mask.contiguous(), self.query_range, self.key_range, self.row,
-                self.alpha, self.column, self.rho, self.wide, self.level, *self.query.stride()[:3], *self.key.stride()[:3],
-                *prior_strides, self.scale, self.limits.ratio, self.heads, self.heads // self.kv_heads, self.queries,
+                self.alpha, self.column, self.rho, self.wide, self.level, *self.query.stride()[:3],
+                *self.key.stride()[:3],
+                *prior_strides, self.scale, self.limits.ratio, self.limits.level, self.heads,
+                self.heads // self.kv_heads, self.queries,
                 self.keys, self.padded_queries, self.padded_keys, row_programs, self.width,
             ),
             {
@@ -344,10 +348,12 @@ def fused_attention(
                 (
                     descriptor(call.query, tile.rows), descriptor(call.key, tile.columns, 2 if call.joined else 1),
                     descriptor(values, tile.columns), descriptor(out, tile.rows), call.row, call.column, call.alpha,
-                    call.rho, call.wide, call.level, call.scales, call.shift, call.origin, normaliser, *masks, *scalars, *sizes,
-                    blocks, call.width, *call.limits,
+                    call.rho, call.wide, call.level, call.scales, call.shift, call.origin, normaliser, *masks,
+                    *scalars, *sizes,
+                    blocks, call.width, *call.limits[:4],
                 ),
-                {**call.options, **widths, "PAIRED": call.paired, "JOINED": call.joined, "HAS_ORIGIN": call.origin is not None,
+                {**call.options, **widths, "PAIRED": call.paired, "JOINED": call.joined,
+                "HAS_ORIGIN": call.origin is not None,
                 "SUM_BY_PRODUCT": by_product, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
                 tile,
             )  # fmt: skip
@@ -359,7 +365,8 @@ def fused_attention(
             forward.attention_repair,
             blocks * call.batch * call.heads,
             (
-                call.query, call.key, values, out, call.row, call.column, call.level, call.scales, normaliser, *masks[:5],
+                call.query, call.key, values, out, call.row, call.column, call.level, call.scales, normaliser,
+                *masks[:5],
                 *call.query.stride()[:3], *call.key.stride()[:3], *values.stride()[:3], *out.stride()[:3],
                 *call.mask_strides, *scalars, *sizes, blocks, call.width, value.shape[-1],
             ),
@@ -395,9 +402,11 @@ def fused_attention_backward(
             blocks * call.batch * call.heads,
             (
                 out, grad_out, normaliser, grad_normaliser, call.row, call.level, reference, delta, *out.stride()[:3],
-                *grad_out.stride()[:3], call.heads, call.heads // call.kv_heads, call.queries, call.padded_queries, blocks, value.shape[-1],
+                *grad_out.stride()[:3], call.heads, call.heads // call.kv_heads, call.queries, call.padded_queries,
+                blocks, value.shape[-1],
             ),
-            {"M": components, "FACTORED": call.factored, "HAS_LEVEL": call.has_level, "BLOCK_I": rows, "DV": block_width(out.shape[-1])},
+            {"M": components, "FACTORED": call.factored, "HAS_LEVEL": call.has_level, "BLOCK_I": rows,
+            "DV": block_width(out.shape[-1])},
             SMALL,
         )  # fmt: skip
         widths = {"D": block_width(call.query.shape[-1]), "DV": block_width(values.shape[-1])}

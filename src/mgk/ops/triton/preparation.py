@@ -20,8 +20,8 @@ def logit_terms(
     p_query, p_key, p_shift, p_prior, p_scale, p_origin, p_key_mask, p_query_range, p_key_range, p_row, p_alpha,
     p_column, p_rho, p_wide, p_level, stride_query_batch, stride_query_head, stride_query_token, stride_key_batch,
     stride_key_head,
-    stride_key_token, stride_prior_head, stride_prior_component, stride_prior_token, scale, limit, num_heads,
-    group_size, num_queries, num_keys, padded_queries, padded_keys, num_row_programs, width,
+    stride_key_token, stride_prior_head, stride_prior_component, stride_prior_token, scale, limit, largest_level,
+    num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_row_programs, width,
     M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, GAUSSIAN: tl.constexpr, HAS_SHIFT: tl.constexpr,
     HAS_PRIOR: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     HAS_RANGE: tl.constexpr, HAS_LEVEL: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr,
@@ -60,7 +60,8 @@ def logit_terms(
             b_level = scale * tl.sum((b_first_query - 0.5 * b_first_key) * b_first_key, 0)
             # No logit exceeds half the squared norm of its query: a first key far from everything says little.
             b_level = tl.maximum(b_level, 0.5 * scale * tl.sum(b_first_query * b_first_query, 0) - 40.0)
-            b_level = tl.where(tl.abs(b_level) < float("inf"), b_level, 0.0)
+            # Columns are rounded once they hold it: a level so high that this would show is not taken.
+            b_level = tl.where(tl.abs(b_level) <= largest_level, b_level, 0.0)
             if is_row == 0 and i_block == 0:
                 tl.store(p_level + i_kv, b_level)
         b_smaller = tl.where(tl.abs(b_first_query) < tl.abs(b_first_key), b_first_query, b_first_key)
@@ -85,7 +86,8 @@ def logit_terms(
             )  # fmt: skip
     elif HAS_COLUMN:
         _column_terms(
-            p_key, b_origin, b_level, p_shift, p_prior, p_scale, p_key_mask, p_column, p_rho, p_wide, i_batch, i_kv_head, i_kv,
+            p_key, b_origin, b_level, p_shift, p_prior, p_scale, p_key_mask, p_column, p_rho, p_wide, i_batch,
+            i_kv_head, i_kv,
             o_first, stride_key_batch, stride_key_head, stride_key_token, stride_prior_head, stride_prior_component,
             stride_prior_token, scale, limit, num_keys, padded_keys, width,
             M, SHARED, FACTORED, GAUSSIAN, HAS_SHIFT, HAS_PRIOR, HAS_ORIGIN, HAS_KEY_MASK, EQUAL, BLOCK, D,
@@ -94,7 +96,8 @@ def logit_terms(
 
 @triton.jit
 def _column_terms(
-    p_key, b_origin, b_level, p_shift, p_prior, p_scale, p_key_mask, p_column, p_rho, p_wide, i_batch, i_kv_head, i_kv, o_first,
+    p_key, b_origin, b_level, p_shift, p_prior, p_scale, p_key_mask, p_column, p_rho, p_wide, i_batch, i_kv_head,
+    i_kv, o_first,
     stride_batch, stride_head, stride_token, stride_prior_head, stride_prior_component, stride_prior_token, scale,
     limit, num_keys, padded_keys, width,
     M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, GAUSSIAN: tl.constexpr, HAS_SHIFT: tl.constexpr,
