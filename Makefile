@@ -17,8 +17,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-test: $(READY)  ## the test suite, on two cores, with coverage
-	$(BIN)/pytest -n 2 -m "not gpu and not slow" --cov --cov-report=term --cov-fail-under=95
+test: $(READY)  ## the test suite, on two cores, with coverage; the fused kernels in Triton's interpreter
+	$(BIN)/pytest -n 2 -m "not gpu and not slow" --ignore tests/ops/triton --cov --cov-report=
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 -m "not gpu and not slow" tests/ops/triton \
+	  --cov --cov-append --cov-report=term --cov-fail-under=95
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -2,11 +2,19 @@
 
 import importlib.util
 import os
+import zlib
 
 import pytest
 import torch
-
 from triton_cases import INTERPRETED
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The interpreter takes its time: every third case runs, the others are `slow`. On a GPU all run."""
+    for item in items:
+        if INTERPRETED and "ops/triton" in item.nodeid and zlib.crc32(item.nodeid.encode()) % 3:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,7 +4,6 @@ import oracle
 import pytest
 import torch
 from cases import KINDS, OUTPUT_CAP
-
 from triton_cases import (
     CONFIGURATIONS,
     DTYPES,

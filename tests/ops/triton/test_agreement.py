@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 from cases import GRADIENTS, KINDS
-
 from triton_cases import (
     CONFIGURATIONS,
     FACTORS,

@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 from cases import make_inputs
+from triton_cases import BACKEND, INTERPRETED, attend
 
 import mgk
-from triton_cases import BACKEND, INTERPRETED, attend
 
 pytestmark = pytest.mark.skipif(BACKEND != "triton", reason="about the fused kernels alone")
 

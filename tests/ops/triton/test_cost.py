@@ -4,7 +4,6 @@ import pytest
 import torch
 from cases import KINDS
 from torch.utils.flop_counter import FlopCounterMode
-
 from triton_cases import BACKEND, BFLOAT16, FLOAT32, attend, gradients_of, log_density, make_inputs, responsibilities
 
 every_kind = pytest.mark.parametrize("kind", KINDS)

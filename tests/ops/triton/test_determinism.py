@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from triton_cases import (
     BFLOAT16,
     CONFIGURATIONS,

@@ -4,7 +4,6 @@ import oracle
 import pytest
 import torch
 from cases import KINDS, with_gradients
-
 from triton_cases import (
     BRIEF_DTYPES,
     FLOAT32,

@@ -6,7 +6,6 @@ from cases import DEVICE, OUTPUT_CAP
 from cases import attend as attend_with
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from triton_cases import (
     BFLOAT16,
     CONFIGURATIONS,

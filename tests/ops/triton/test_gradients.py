@@ -3,7 +3,6 @@
 import pytest
 import torch
 from cases import GRADIENTS, KINDS
-
 from triton_cases import (
     BRIEF_DTYPES,
     FLOAT32,

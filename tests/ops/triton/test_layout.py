@@ -4,7 +4,6 @@ import pytest
 import torch
 from cases import KINDS, OUTPUT_CAP
 from cases import attend as attend_with
-
 from triton_cases import (
     BFLOAT16,
     FEW_DTYPES,

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import KINDS, OUTPUT_CAP, padding
-
 from triton_cases import (
     BRIEF_DTYPES,
     DTYPES,

@@ -6,7 +6,6 @@ import oracle
 import pytest
 import torch
 from cases import KINDS, padding, with_gradients
-
 from triton_cases import (
     BRIEF_DTYPES,
     FEW_DTYPES,

@@ -10,7 +10,6 @@ import torch
 from cases import DEVICE, KINDS, OUTPUT_CAP, padding, relative_error, with_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-
 from triton_cases import (
     BACKEND,
     BRIEF_DTYPES,

@@ -73,7 +73,7 @@ class TermsLayout:
         self.has_origin = shift is not None and gaussian and query.dtype != torch.float32
         self.block_d = block_width(self.width)
         # Two projected keys of one variance are copied and multiplied side by side.
-        self.joined = shift is None and self.components == 2 and not self.has_row
+        self.joined = shift is None and self.components == 2 and scales is None
         is_plain = self.paired or self.joined or (self.components == 1 and not self.has_row)
         self.has_level = gaussian and scales is None and is_plain and query.dtype != torch.float16
 
