@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+NO_SECOND_ORDER = "double backward needs backend='reference', got a backend with first gradients only"
+
 
 class _ZeroGradients(torch.autograd.Function):
     @staticmethod
@@ -38,7 +40,7 @@ class _RefuseSecondOrder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Tensor:
-        raise NotImplementedError("double backward needs backend='reference', got a backend with first gradients only")
+        raise NotImplementedError(NO_SECOND_ORDER)
 
 
 def with_zero_gradients(out: Tensor, *inputs: Tensor | None) -> Tensor:

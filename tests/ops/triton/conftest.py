@@ -1,8 +1,11 @@
 """The fused kernels run compiled on a CUDA device, or on the CPU under the interpreter of Triton."""
 
+import functools
 import importlib.util
+import inspect
 import os
 import zlib
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,6 +26,30 @@ def _kernels_run_here() -> None:
         pytest.skip("triton is not installed")
     if INTERPRETED and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("the kernels need MGK_TEST_DEVICE=cuda, or TRITON_INTERPRET=1 before anything is imported")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _swift_interpreter(_kernels_run_here: None) -> Iterator[None]:
+    """Half of the interpreter's time goes into finding the same names again, and a quarter into padding."""
+    if not INTERPRETED:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    @functools.cache
+    def builtins_of(package):
+        return [name for name, member in inspect.getmembers(package) if interpreter.tl.core.is_builtin(member)]
+
+    def patch_builtins(package, builder, scope):
+        for name in builtins_of(package):
+            member = getattr(package, name)
+            if interpreter.tl.core.is_builtin(member):
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(interpreter, "_patch_builtin", patch_builtins)
+        monkeypatch.setattr("mgk.ops.triton.operator.PADDING", 16)
+        yield
 
 
 @pytest.fixture(autouse=True)

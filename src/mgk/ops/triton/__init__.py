@@ -42,6 +42,7 @@ def unsupported(problem: MixtureProblem) -> str | None:
     return _unsupported_device(query.device.index or 0)
 
 
+@torch.compiler.assume_constant_result
 @functools.cache
 def _unsupported_device(index: int) -> str | None:
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])

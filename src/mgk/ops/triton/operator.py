@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from mgk.ops.autograd import NO_SECOND_ORDER
 from mgk.ops.triton import backward, forward, preparation, statistics, tuning
 from mgk.ops.triton.launch import launch
 
@@ -249,6 +250,18 @@ def aligned(tensor: Tensor) -> Tensor:
     return F.pad(tensor, (0, missing)) if missing else tensor.clone(memory_format=torch.contiguous_format)
 
 
+def _aligned_width(tensor: Tensor) -> int:
+    """Of rows that start at multiples of 16 bytes and hold those of ``tensor``."""
+    step = 16 // tensor.element_size()
+    return -(-tensor.shape[-1] // step) * step
+
+
+def _aligned_like(tensor: Tensor) -> Tensor:
+    """Room for a gradient that the copy engine writes."""
+    width = _aligned_width(tensor)
+    return torch.empty_like(tensor) if width == tensor.shape[-1] else tensor.new_empty(*tensor.shape[:-1], width)
+
+
 def descriptor(tensor: Tensor, rows: int, heads: int = 1) -> TensorDescriptor:
     """Blocks of ``rows`` tokens of one head, or of some neighbouring ones, of ``[B, H, N, D]``."""
     dense = [0, 0, 0, 1]
@@ -320,7 +333,7 @@ def fused_attention(
         )  # fmt: skip
         assert call.value is not None
         values = call.value
-        out = _by_token(query, call.heads, call.queries, values.shape[-1])
+        out = _by_token(query, call.heads, call.queries, _aligned_width(value))
         normaliser = call._new(*query.shape[:-1])
         widths = {"D": block_width(call.query.shape[-1]), "DV": block_width(values.shape[-1])}
         masks = (attn_mask, call.key_range, call.query_range, call.row_key, call.column_key, *call.mask_strides)
@@ -419,11 +432,11 @@ def fused_attention_backward(
 
         one_gradient = call.paired or key.shape[2] == components
         grad_key = (
-            torch.empty_like(call.key)
+            _aligned_like(call.key)
             if one_gradient
-            else call.key.new_empty(call.batch, call.kv_heads * components, call.keys, call.key.shape[-1])
+            else call.key.new_empty(call.batch, call.kv_heads * components, call.keys, _aligned_width(key))
         )
-        grad_value, grad_query = torch.empty_like(values), torch.empty_like(call.query)
+        grad_value, grad_query = _aligned_like(values), _aligned_like(call.query)
         grad_column = call._new(call.batch, call.kv_heads, components, call.keys) if call.has_column else None
         # Only the scales ask for it: shifts have their shares.
         grad_row = None
@@ -612,7 +625,12 @@ def _backward(ctx: Any, grad_out: Tensor, grad_normaliser: Tensor, _: Tensor) ->
     return grad_query, grad_key, grad_value, *extra, *[None] * 9
 
 
+def _refuse_second_order(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError(NO_SECOND_ORDER)
+
+
 fused_attention.register_autograd(_backward, setup_context=_save_for_backward)
+fused_attention_backward.register_autograd(_refuse_second_order)
 
 
 def _visible_pairs(query_shape: Any, num_keys: int, is_causal: bool) -> int:
@@ -634,7 +652,7 @@ def _forward_flops(query_shape: Any, key_shape: Any, value_shape: Any, *args: An
 
 @register_flop_formula(torch.ops.mgk.fused_attention_backward)
 def _backward_flops(
-    grad_shape: Any, grad_normaliser_shape: Any, out_shape: Any, normaliser_shape: Any, terms_shape: Any,
+    grad_shape: Any, grad_normaliser_shape: Any, result_shape: Any, normaliser_shape: Any, terms_shape: Any,
     query_shape: Any, key_shape: Any, value_shape: Any, *args: Any, **_: Any,
 ) -> int:  # fmt: skip
     """Both kernels compute logits and weight gradients; then come dv and dk, and dq."""

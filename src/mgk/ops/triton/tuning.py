@@ -75,9 +75,13 @@ CANDIDATES = [
 _tuned: dict[tuple[Kernel, str], Tile] = {}
 
 
+# Read once, as Triton does when it meets a kernel; a compiler could not trace the question.
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
 def is_interpreted() -> bool:
     """Whether kernels run on the CPU, in Triton's interpreter."""
-    return bool(triton.knobs.runtime.interpret)
+    return _INTERPRETED
 
 
 def choose_tile(kernel: Kernel, device: torch.device) -> Tile:
