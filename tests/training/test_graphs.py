@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lightning.fabric.plugins import MixedPrecision
 from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
 from model_cases import KINDS, SMALL
 from training_cases import make_config, make_corpus
@@ -113,6 +114,13 @@ def test_what_can_be_recorded(attention):
 @pytest.mark.parametrize("attention", ["softmax", "gaussian"])
 def test_dropout_on_one_component_can_be_recorded(attention):
     assert unsupported(build(attention, attention_dropout=0.1), GPU, ONE) is None
+
+
+@pytest.mark.parametrize("attention", ["smgk", "mgk"])
+def test_dropout_on_mixtures_can_be_recorded_in_half_precision(attention):
+    """There the fused kernels draw their seed on the device."""
+    in_half = SingleDeviceStrategy(GPU, precision=MixedPrecision("bf16-mixed", device="cuda"))
+    assert unsupported(build(attention, attention_dropout=0.1), GPU, in_half) is None
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,9 @@ STATISTICS_BACKENDS = ("auto", "reference", "chunked", "triton")
 # Elements of an attention mask, written out for every component, up to which `auto` gives it to the stock kernels.
 LARGEST_MASK = 2**24
 
+# Queries from which on `auto` gives a call to the fused kernels.
+FEWEST_QUERIES = 16
+
 
 def mixture_attention(
     query: Tensor,
@@ -361,9 +364,12 @@ def _choose_backend(problem: MixtureProblem, backend: str) -> str:
 def _fused_is_fastest(problem: MixtureProblem) -> bool:
     """On a GPU in half precision, for all but plain softmax attention, which the stock kernels do better.
 
-    In fp32 the products are exact and take no tensor cores, in our kernels as in the stock ones.
+    In fp32 the products are exact and take no tensor cores, in our kernels as in the stock ones. And a few queries (a
+    step of generation) fill no block: one program would walk through all the keys alone.
     """
     if problem.query.device.type != "cuda" or problem.query.dtype == torch.float32:
+        return False
+    if problem.query.shape[2] < FEWEST_QUERIES:
         return False
     return not sdpa.is_plain_softmax(problem) and _fused_unsupported(problem) is None
 
