@@ -8,6 +8,7 @@ from triton_cases import (
     BRIEF_DTYPES,
     FLOAT32,
     GRADIENT_CAP,
+    HALF,
     INTERPRETED,
     PARAMETER_CAP,
     TOKENS,
@@ -176,3 +177,35 @@ def test_dropped_rows_are_finite(device):
     out, gradients = seeded(inputs, random_grad(inputs), dropout_p=0.9)
     assert (out == 0).all(-1).any()
     assert all(gradient.isfinite().all() for gradient in (out, *gradients.values()))
+
+
+@pytest.mark.gpu
+@every_kind
+def test_a_recorded_graph_drops_anew_at_each_replay(kind):
+    """P23, G7: the seed is drawn on the device, so that every replay has a mask of its own, shared with backward."""
+    inputs = make_inputs(kind=kind, dtype=HALF, device="cuda", dropout_p=DROPOUT, **SIZES)
+    inputs = identity_of_values(inputs)
+    inputs["value"] = inputs["value"].clone().requires_grad_()
+    ones = torch.ones_like(inputs["value"][:, :, :QUERIES])
+
+    def step():
+        out = attend(inputs)
+        return out, *torch.autograd.grad(out, inputs["value"], ones)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, gradient = step()
+    masks = []
+    for _ in range(3):
+        graph.replay()
+        masks.append(out != 0)
+        # The gradient of value j is the sum of its column of dropped weights: the mask of this very replay.
+        assert error_of(gradient[..., 0], out.double().sum(2)) <= 1e-2
+    assert not torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[1], masks[2])

@@ -226,7 +226,7 @@ class _Call(TermsLayout):
 
 def block_width(width: int) -> int:
     """Columns of a block: a power of two that matrix units take."""
-    return max(16, 1 << (width - 1).bit_length())
+    return max(16, 1 << (int(width) - 1).bit_length())
 
 
 def _rows_of_small_kernels(width: int) -> int:
