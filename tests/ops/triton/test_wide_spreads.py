@@ -102,7 +102,8 @@ def test_the_maximum_comes_with_the_last_block(kind, dtype, is_causal, assignmen
     logit = oracle.logits(inputs).amax(2)
     assert (logit[..., -1, late].amax(-1) - logit[..., -1, ~late].amax(-1)).min() > 200
     if similarity == "gaussian":
-        check(inputs, scale=3)
+        # Rows that see far keys alone have logits near -300, of which fp32 keeps five digits behind the point.
+        check(inputs, scale=5 if dtype == FLOAT32 else 3)
     else:
         # All late keys have 60 in common, which half precision cannot keep out of the gradients.
         check_rows(inputs, 1e-4)
