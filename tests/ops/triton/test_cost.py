@@ -4,7 +4,17 @@ import pytest
 import torch
 from cases import KINDS
 from torch.utils.flop_counter import FlopCounterMode
-from triton_cases import BACKEND, BFLOAT16, FLOAT32, attend, gradients_of, log_density, make_inputs, responsibilities
+from triton_cases import (
+    BACKEND,
+    BFLOAT16,
+    FLOAT32,
+    ONE_DTYPE,
+    attend,
+    gradients_of,
+    log_density,
+    make_inputs,
+    responsibilities,
+)
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -33,7 +43,7 @@ def visible_pairs(inputs):
 def test_flops_are_counted(kind, shape, device):
     """L7: q.k for each key tensor and p.v forward; logits and dP twice, dk, dq and dv backward."""
     inputs = make_inputs(
-        kind=kind, **{"batch": 1, "heads": 2, "queries": 19, "dim": 16, **shape}, dtype=FLOAT32, device=device
+        kind=kind, **{"batch": 1, "heads": 2, "queries": 19, "dim": 16, **shape}, dtype=ONE_DTYPE, device=device
     )
     key_tensors = 1 if kind == "shifted" else inputs["key"].shape[2]
     query_key = 2 * visible_pairs(inputs) * key_tensors * inputs["query"].shape[-1]

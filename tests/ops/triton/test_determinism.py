@@ -5,8 +5,8 @@ import torch
 from triton_cases import (
     BFLOAT16,
     CONFIGURATIONS,
-    FLOAT32,
     INTERPRETED,
+    ONE_DTYPE,
     attend,
     gradients_of,
     log_density,
@@ -40,7 +40,7 @@ def test_repeats_are_equal_to_the_bit(configuration):
 @pytest.mark.parametrize("kind", ["projected", "shifted"])
 def test_dropout_repeats_under_a_seed(kind, device):
     """G9, P23"""
-    inputs = make_inputs(kind=kind, dim=16, dropout_p=0.3, dtype=FLOAT32, device=device, **LENGTHS)
+    inputs = make_inputs(kind=kind, dim=16, dropout_p=0.3, dtype=ONE_DTYPE, device=device, **LENGTHS)
     grad = random_grad(inputs)
     torch.manual_seed(3)
     out, gradients = gradients_of(inputs, grad)
@@ -54,7 +54,7 @@ def test_dropout_repeats_under_a_seed(kind, device):
 @pytest.mark.parametrize("kind", ["projected", "shifted"])
 def test_statistics_repeat(kind, device):
     """G9: log density and responsibilities."""
-    inputs = make_inputs(kind=kind, dim=16, dtype=FLOAT32, device=device, **LENGTHS)
+    inputs = make_inputs(kind=kind, dim=16, dtype=ONE_DTYPE, device=device, **LENGTHS)
     inputs.pop("value")
     density, posterior = log_density(inputs), responsibilities(inputs)
     for _ in range(REPEATS):

@@ -7,6 +7,8 @@ from triton_cases import (
     BRIEF_DTYPES,
     FLOAT32,
     INTERPRETED,
+    ONE_DTYPE,
+    PARAMETER_CAP,
     attend,
     expected_with_gradients,
     gradient_errors,
@@ -26,7 +28,7 @@ brief_dtypes = pytest.mark.parametrize("dtype", BRIEF_DTYPES, ids=str)
 
 @every_kind
 @brief_dtypes
-@pytest.mark.parametrize("settings", SETTINGS[::3] if INTERPRETED else SETTINGS, ids=str)
+@pytest.mark.parametrize("settings", SETTINGS[::3] if INTERPRETED else SETTINGS[::2], ids=str)
 @pytest.mark.parametrize("assignment", ["soft", "hard"])
 def test_gradients_obey_the_symmetries(kind, dtype, settings, assignment, device):
     """G1-G4: shift, rotation, scale and prior invariance: sign, scale and missing-block faults show at any size."""
@@ -74,22 +76,24 @@ def test_tied_components_share_the_gradient_evenly(kind, dtype, device):
 
 
 @every_kind
-@pytest.mark.parametrize("components", [2, 3])
+@pytest.mark.parametrize("components", [2, 3] if INTERPRETED else [2])
 def test_some_components_tie(kind, components, device):
     """G3: two of the components coincide, at some positions the best ones and at some not."""
-    inputs = make_inputs(kind=kind, components=components + 1, assignment="hard", dtype=FLOAT32, device=device, **SIZES)
+    inputs = make_inputs(
+        kind=kind, components=components + 1, assignment="hard", dtype=ONE_DTYPE, device=device, **SIZES
+    )
     name, axis = ("key", 2) if kind == "projected" else ("shift", 1)
     inputs[name].select(axis, 0).copy_(inputs[name].select(axis, components))
     grad = random_grad(inputs)
     _, got = gradients_of(inputs, grad)
     _, expected = expected_with_gradients(inputs, grad)
-    assert max(gradient_errors(got, expected).values()) <= 1e-4
+    assert max(gradient_errors(got, expected).values()) <= PARAMETER_CAP[ONE_DTYPE]
 
 
 @pytest.mark.parametrize("settings", [{"components": 1}, {"similarity": "dot"}, {"assignment": "hard"}], ids=str)
 def test_every_parameter_gets_a_gradient(settings, device):
     """G4: zeros where an identity makes a parameter irrelevant, never None."""
-    inputs = make_inputs(kind="shifted", variance="component", dtype=FLOAT32, device=device, **SIZES, **settings)
+    inputs = make_inputs(kind="shifted", variance="component", dtype=ONE_DTYPE, device=device, **SIZES, **settings)
     _, gradients = gradients_of(inputs, random_grad(inputs))
     assert set(gradients) == set(GRADIENTS)
     assert all(gradient is not None for gradient in gradients.values())
@@ -102,7 +106,7 @@ def test_every_parameter_gets_a_gradient(settings, device):
 )
 def test_each_gradient_alone(kind, leaf, device):
     """G1: asking for one gradient gives the bits of asking for all."""
-    inputs = make_inputs(kind=kind, variance="component", dtype=FLOAT32, device=device, **SMALL)
+    inputs = make_inputs(kind=kind, variance="component", dtype=ONE_DTYPE, device=device, **SMALL)
     grad = random_grad(inputs)
     _, together = gradients_of(inputs, grad)
     inputs[leaf].requires_grad_()
@@ -113,7 +117,7 @@ def test_each_gradient_alone(kind, leaf, device):
 @every_kind
 def test_the_output_needs_no_gradients(kind, device):
     """G1: the same bits with and without a graph."""
-    inputs = make_inputs(kind=kind, dtype=FLOAT32, device=device, **SIZES)
+    inputs = make_inputs(kind=kind, dtype=ONE_DTYPE, device=device, **SIZES)
     out, _ = gradients_of(inputs, random_grad(inputs))
     assert torch.equal(attend(inputs), out)
     with torch.no_grad():
@@ -123,7 +127,7 @@ def test_the_output_needs_no_gradients(kind, device):
 @pytest.mark.parametrize("leaf", GRADIENTS)
 def test_double_backward_is_refused(leaf, device):
     """Bad input 18."""
-    inputs = make_inputs(kind="shifted", variance="component", dtype=FLOAT32, device=device, batch=1, dim=16)
+    inputs = make_inputs(kind="shifted", variance="component", dtype=ONE_DTYPE, device=device, batch=1, dim=16)
     inputs[leaf].requires_grad_()
     (gradient,) = torch.autograd.grad(attend(inputs).square().sum(), inputs[leaf], create_graph=True)
     with pytest.raises(NotImplementedError, match="double backward needs backend='reference'"):

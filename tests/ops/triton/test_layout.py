@@ -6,9 +6,8 @@ from cases import KINDS, OUTPUT_CAP
 from cases import attend as attend_with
 from triton_cases import (
     BFLOAT16,
-    FEW_DTYPES,
-    FLOAT32,
     INTERPRETED,
+    ONE_DTYPE,
     attend,
     check,
     error_of,
@@ -19,6 +18,7 @@ from triton_cases import (
 )  # fmt: skip
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
+TOLERANCE = 1e-6 if INTERPRETED else OUTPUT_CAP[ONE_DTYPE]
 SIZES = {"queries": 18, "keys": 20, "dim": 16, "batch": 2, "heads": 1 if INTERPRETED else 2}
 
 
@@ -51,26 +51,24 @@ VIEWS = {view.__name__: view for view in (storage_offset, sequence_first, stride
 
 
 @every_kind
-@pytest.mark.parametrize("dtype", FEW_DTYPES, ids=str)
 @pytest.mark.parametrize("view", list(VIEWS))
-def test_memory_layout_is_irrelevant(kind, dtype, view, device):
+def test_memory_layout_is_irrelevant(kind, view, device):
     """P21: outputs and gradients, of inputs and of the incoming gradient; only norms may be summed in another order."""
-    inputs = make_inputs(kind=kind, dtype=dtype, device=device, is_causal=True, **SIZES)
+    inputs = make_inputs(kind=kind, dtype=ONE_DTYPE, device=device, is_causal=True, **SIZES)
     grad = random_grad(inputs)
     expected_out, expected = gradients_of(inputs, grad)
     leaves = {name: VIEWS[view](inputs[name]).requires_grad_() for name in ("query", "key", "value")}
     out = attend({**inputs, **leaves})
     out.backward(VIEWS[view](grad))
-    tolerance = 1e-6 if dtype == FLOAT32 else OUTPUT_CAP[dtype]
-    assert error_of(out, expected_out.double()) <= tolerance
+    assert error_of(out, expected_out.double()) <= TOLERANCE
     for name, leaf in leaves.items():
-        assert error_of(leaf.grad, expected[name].double()) <= 2 * tolerance, name
+        assert error_of(leaf.grad, expected[name].double()) <= 2 * TOLERANCE, name
 
 
-@every_kind
+@pytest.mark.parametrize("kind", KINDS if INTERPRETED else ["shifted"])
 def test_layouts_of_parameters_and_masks_are_irrelevant(kind, device):
     """P21: transposed and expanded parameters and masks."""
-    inputs = make_inputs(kind=kind, dtype=FLOAT32, device=device, prior="position", variance="component", **SIZES)
+    inputs = make_inputs(kind=kind, dtype=ONE_DTYPE, device=device, prior="position", variance="component", **SIZES)
     inputs["key_mask"] = torch.rand(20, 2, device=device).T > 0.3
     inputs["query_mask"] = torch.rand(18, 2, device=device).T > 0.1
     inputs["attn_mask"] = (torch.rand(20, 18, 1, 2, device=device) > 0.3).permute(3, 2, 1, 0)
@@ -79,18 +77,18 @@ def test_layouts_of_parameters_and_masks_are_irrelevant(kind, device):
     if kind == "shifted":
         inputs["shift"] = inputs["shift"].mT.contiguous().mT
     contiguous = {name: v.contiguous() if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
-    assert error_of(attend(inputs), attend(contiguous).double()) <= 1e-6
+    assert error_of(attend(inputs), attend(contiguous).double()) <= TOLERANCE
     check(inputs)
 
 
 @every_kind
 def test_expanded_inputs(kind, device):
     """P21: stride 0 in batch and head, forward and backward."""
-    inputs = make_inputs(kind=kind, dtype=FLOAT32, device=device, **{**SIZES, "batch": 1, "heads": 1})
+    inputs = make_inputs(kind=kind, dtype=ONE_DTYPE, device=device, **{**SIZES, "batch": 1, "heads": 1})
     for name in ("shift", "log_prior"):
         if name in inputs:
             inputs[name] = inputs[name].expand(2, *inputs[name].shape[1:])
-    grad = torch.randn(3, 2, 18, 16, device=device)
+    grad = torch.randn(3, 2, 18, 16, device=device).to(ONE_DTYPE)
     leaves = {name: inputs[name].clone().requires_grad_() for name in ("query", "key", "value")}
     views = {name: leaf.expand(3, 2, *leaf.shape[2:]) for name, leaf in leaves.items()}
     out = attend({**inputs, **views})
@@ -99,13 +97,13 @@ def test_expanded_inputs(kind, device):
     expected, gradients = gradients_of({**inputs, **copies}, grad)
     assert torch.equal(out, expected)
     for name, leaf in leaves.items():
-        assert error_of(leaf.grad, gradients[name].double().sum((0, 1), keepdim=True)) < 1e-6
+        assert error_of(leaf.grad, gradients[name].double().sum((0, 1), keepdim=True)) <= 2 * TOLERANCE
 
 
 @every_kind
 def test_expanded_gradients(kind, device):
     """P21: a sum hands back a gradient of stride 0 everywhere."""
-    inputs = make_inputs(kind=kind, dtype=FLOAT32, device=device, **SIZES)
+    inputs = make_inputs(kind=kind, dtype=ONE_DTYPE, device=device, **SIZES)
     _, expected = gradients_of(inputs, torch.ones_like(inputs["query"]))
     inputs["query"].requires_grad_()
     attend(inputs).sum().backward()

@@ -10,10 +10,10 @@ from cases import KINDS, OUTPUT_CAP, padding
 from triton_cases import (
     BRIEF_DTYPES,
     DTYPES,
-    FEW_DTYPES,
     FLOAT16,
     FLOAT32,
     INTERPRETED,
+    ONE_DTYPE,
     attend,
     error_of,
     gradients_of,
@@ -29,7 +29,6 @@ SMALL = {"queries": 35, "dim": 16, "batch": 1, "heads": 2}
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-few_dtypes = pytest.mark.parametrize("dtype", FEW_DTYPES, ids=str)
 brief_dtypes = pytest.mark.parametrize("dtype", BRIEF_DTYPES, ids=str)
 with_and_without_causality = pytest.mark.parametrize("is_causal", [False, True])
 
@@ -174,7 +173,7 @@ def test_prior_need_not_be_normalised(kind, dtype, constant, device):
 
 
 @every_kind
-@every_dtype
+@brief_dtypes
 @with_and_without_causality
 def test_output_is_an_average_of_the_values(kind, dtype, is_causal, device):
     """P10: rows sum to one within 2 ulp; a constant comes back within 4 ulp, and every channel stays in range."""
@@ -243,7 +242,7 @@ def test_soft_becomes_hard_as_the_variance_shrinks(dtype, device):
 
 @every_kind
 @brief_dtypes
-@pytest.mark.parametrize("components", [1, 2])
+@pytest.mark.parametrize("components", [1, 2] if INTERPRETED else [2])
 @pytest.mark.parametrize("assignment", ["soft", "hard"])
 def test_causal_rows_do_not_know_the_future(kind, dtype, components, assignment, device):
     """P13: changing later tokens leaves a row equal in every bit; row 0 is value 0."""
@@ -311,8 +310,8 @@ def test_a_sample_does_not_depend_on_its_batch(kind, dtype, device):
 
 
 @every_kind
-@few_dtypes
-@pytest.mark.parametrize("settings", [{}, {"is_causal": True}, {"variance": "component"}], ids=str)
+@brief_dtypes
+@pytest.mark.parametrize("settings", [{}, {"is_causal": True}], ids=str)
 @pytest.mark.parametrize("side", ["left", "right", "all"])
 def test_rows_without_a_key_are_zero(kind, dtype, settings, side, device):
     """P17: output 0, gradient 0, log density -inf, no NaN; the other rows are right."""
@@ -340,27 +339,27 @@ def test_rows_before_the_first_key_are_zero(kind, lengths, device):
     """P17: causal with more queries than keys: whole blocks of rows see nothing."""
     queries, keys = lengths
     inputs = make_inputs(
-        kind=kind, queries=queries, keys=keys, dim=16, batch=1, dtype=FLOAT32, device=device, is_causal=True
+        kind=kind, queries=queries, keys=keys, dim=16, batch=1, dtype=ONE_DTYPE, device=device, is_causal=True
     )
     out, gradients = gradients_of(inputs, random_grad(inputs))
     assert (out[:, :, : queries - keys] == 0).all()
     assert (out[:, :, queries - keys :] != 0).all()
     assert (gradients["query"][:, :, : queries - keys] == 0).all()
-    assert error_of(out, oracle.attention(inputs)) <= OUTPUT_CAP[FLOAT32]
+    assert error_of(out, oracle.attention(inputs)) <= OUTPUT_CAP[ONE_DTYPE]
 
 
 @every_kind
 @pytest.mark.parametrize("low", [-1e12, -1e30, torch.finfo(torch.float32).min, -math.inf])
 def test_tiny_priors_beside_masked_keys(kind, low, device):
     """P17: a masked key stays below every key that counts, however little that key counts."""
-    inputs = make_inputs(kind=kind, prior="position", dtype=FLOAT32, device=device, **{**SIZES, "queries": 19})
+    inputs = make_inputs(kind=kind, prior="position", dtype=ONE_DTYPE, device=device, **{**SIZES, "queries": 19})
     inputs["log_prior"] = torch.full_like(inputs["log_prior"], low)
     inputs["log_prior"][:, :, :3] = 0.0
     inputs["key_mask"] = torch.arange(19, device=device).expand(2, 19) >= 3
     inputs["value"] = torch.ones_like(inputs["value"])
     out = attend(inputs)
     expected = 1.0 if low == -1e12 else out.round()
-    assert (out - expected).abs().max() < 1e-5
+    assert (out - expected).abs().max() <= 2 * torch.finfo(ONE_DTYPE).eps
     if low == -math.inf:
         assert (out == 0).all()
 
@@ -381,7 +380,7 @@ def test_empty_inputs(kind, shape, device):
 
 
 @every_kind
-@few_dtypes
+@brief_dtypes
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_poison_in_padding_reaches_nothing(kind, dtype, side, poison, device):

@@ -8,9 +8,9 @@ import torch
 from cases import KINDS, padding, with_gradients
 from triton_cases import (
     BRIEF_DTYPES,
-    FEW_DTYPES,
     FLOAT32,
     INTERPRETED,
+    ONE_DTYPE,
     error_of,
     exactly,
     log_density,
@@ -33,12 +33,14 @@ QUERIES = 19 if INTERPRETED else 70
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 brief_dtypes = pytest.mark.parametrize("dtype", BRIEF_DTYPES, ids=str)
-few_dtypes = pytest.mark.parametrize("dtype", FEW_DTYPES, ids=str)
-every_mask = pytest.mark.parametrize("mask", ["padding", "pairs"] if INTERPRETED else ["none", "padding", "pairs"])
-every_setting = pytest.mark.parametrize("settings", SETTINGS, ids=str)
+# Every mask with the plain setting, and one in turn with the others.
+MASKS = ("padding", "pairs", "none")
+SETTINGS_AND_MASKS = [(SETTINGS[0], mask) for mask in MASKS]
+SETTINGS_AND_MASKS += [(settings, MASKS[number % 3]) for number, settings in enumerate(SETTINGS[1:])]
+every_setting = pytest.mark.parametrize(("settings", "mask"), SETTINGS_AND_MASKS, ids=str)
 
 
-def case(kind, settings, device, dtype=FLOAT32, mask="none", **options):
+def case(kind, settings, device, dtype=ONE_DTYPE, mask="none", **options):
     batch = 1 if INTERPRETED else 2
     inputs = make_inputs(
         kind=kind, dtype=dtype, device=device, batch=batch, dim=16, queries=QUERIES, **settings, **options
@@ -76,9 +78,8 @@ def expected_responsibilities(inputs):
 
 
 @every_kind
-@few_dtypes
+@brief_dtypes
 @every_setting
-@every_mask
 def test_log_density(kind, dtype, settings, mask, device):
     """P17: fp32 whatever the inputs; -inf exactly where a query sees no key."""
     inputs = case(kind, settings, device, dtype, mask)
@@ -131,9 +132,8 @@ def test_gradients_of_the_log_density(kind, dtype, settings, device):
 
 
 @every_kind
-@few_dtypes
+@brief_dtypes
 @every_setting
-@every_mask
 def test_responsibilities(kind, dtype, settings, mask, device):
     """E1, E2: a distribution over components, from visible pairs only."""
     inputs = case(kind, settings, device, dtype, mask)

@@ -16,6 +16,7 @@ from triton_cases import (
     DTYPES,
     FLOAT32,
     HALF,
+    ONE_DTYPE,
     attend,
     error_of,
     gradients_of,
@@ -30,9 +31,9 @@ SIZES = {"queries": 19, "dim": 16, "batch": 2, "heads": 1}
 
 SHAPES = [
     {},
-    {"kind": "shifted", "is_causal": True, "queries": 20, "keys": 33, "value_dim": 5},
-    {"kind": "shifted", "variance": "component", "components": 3, "heads": 2, "kv_heads": 1, "queries": 3},
-    {"components": 1, "prior": "position", "dropout_p": 0.3, "dtype": HALF, "queries": 1, "keys": 18},
+    {"kind": "shifted", "is_causal": True, "masked": True, "queries": 20, "keys": 33, "value_dim": 5},
+    {"kind": "shifted", "variance": "component", "heads": 2, "kv_heads": 1, "queries": 3},
+    {"prior": "position", "dropout_p": 0.3, "dtype": HALF, "queries": 1, "keys": 18},
 ]
 
 
@@ -49,9 +50,11 @@ class Calls(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def case_of(shape, device):
-    inputs = make_inputs(**{"dtype": FLOAT32, "batch": 1, "heads": 1, "queries": 18, "dim": 16, **shape}, device=device)
-    inputs["key_mask"] = padding(1, inputs["key"].shape[-2], device)
+def case_of(shape, device, masked=False):
+    plain = {"dtype": ONE_DTYPE, "batch": 1, "heads": 1, "queries": 18, "dim": 16}
+    inputs = make_inputs(**{**plain, **shape}, device=device)
+    if masked:
+        inputs["key_mask"] = padding(1, inputs["key"].shape[-2], device)
     return inputs
 
 
@@ -61,7 +64,7 @@ def case_of(shape, device):
 )
 def test_opcheck(shape, call, requires_grad, device):
     """G6: schema, autograd registration, fake kernels and dynamic shapes of every operation that a call reaches."""
-    inputs = case_of(shape, device)
+    inputs = case_of({name: value for name, value in shape.items() if name != "masked"}, device, "masked" in shape)
     with Calls() as recorded:
         if call == "attention":
             gradients_of(inputs, random_grad(inputs))
@@ -112,7 +115,7 @@ for length in (21, 37):  # the second length must not need a new graph per lengt
 
 @pytest.mark.parametrize(
     ("compiler", "kind", "causal", "dtype"),
-    [("aot_eager", "projected", False, FLOAT32), ("inductor", "shifted", True, HALF)],
+    [("aot_eager", "projected", False, ONE_DTYPE), ("inductor", "shifted", True, HALF)],
 )
 def test_compiles_as_the_very_first_call(compiler, kind, causal, dtype):
     """G7: fullgraph, dynamic shapes, forward and backward, in a fresh process."""
@@ -127,7 +130,7 @@ def test_compiles_as_the_very_first_call(compiler, kind, causal, dtype):
 def test_compiled_is_eager(kind, settings, device):
     """G7: fullgraph and dynamic, to the last bit: the compiler only surrounds the kernel."""
     torch.compiler.reset()
-    inputs = make_inputs(kind=kind, dtype=FLOAT32, device=device, is_causal=True, **SIZES, **settings)
+    inputs = make_inputs(kind=kind, dtype=ONE_DTYPE, device=device, **SIZES, **settings)
     grad = random_grad(inputs)
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
     out, got = with_gradients(inputs, grad, function=compiled)
@@ -150,7 +153,7 @@ def test_compiled_lengths_share_graphs(kind, device):
     compiled = torch.compile(attend, backend=compiler, dynamic=True, fullgraph=True)
     for length in (17, 20, 33, 37):
         inputs = make_inputs(
-            kind=kind, batch=1, heads=1, queries=length, dim=16, dtype=FLOAT32, device=device, is_causal=True
+            kind=kind, batch=1, heads=1, queries=length, dim=16, dtype=ONE_DTYPE, device=device, is_causal=True
         )
         assert error_of(compiled(inputs), attend(inputs).double()) <= 1e-6
     assert len(graphs) <= 2
@@ -215,7 +218,7 @@ def test_autocast_computes_as_with_half_inputs(dtype, kind, device):
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_activation_checkpointing_changes_nothing(kind, use_reentrant, dropout_p, device):
     """G8, P23: the recomputed forward pass drops the same pairs."""
-    inputs = make_inputs(kind=kind, dropout_p=dropout_p, dtype=FLOAT32, device=device, **SIZES)
+    inputs = make_inputs(kind=kind, dropout_p=dropout_p, dtype=ONE_DTYPE, device=device, **SIZES)
     grad = random_grad(inputs)
 
     def checkpointed(inputs):
@@ -255,7 +258,7 @@ def test_gradient_accumulation_adds_up(kind, dtype, device):
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_vmap_and_func_grad_are_right_or_refused(device):
     """G7: a typed error or the right numbers, never wrong ones."""
-    inputs = make_inputs(device=device, prior=None, dtype=FLOAT32, **SIZES)
+    inputs = make_inputs(device=device, prior=None, dtype=ONE_DTYPE, **SIZES)
     keys = torch.stack([inputs["key"], inputs["key"].flip(3)])
 
     def function(key):

@@ -10,7 +10,6 @@ from cases import attend as attend_with
 from triton_cases import (
     BRIEF_DTYPES,
     DTYPES,
-    FEW_DTYPES,
     FLOAT16,
     FLOAT32,
     INTERPRETED,
@@ -32,7 +31,6 @@ SIZES = {"batch": 1, "heads": HEADS, "dim": 16, "queries": TOKENS}
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-few_dtypes = pytest.mark.parametrize("dtype", FEW_DTYPES, ids=str)
 brief_dtypes = pytest.mark.parametrize("dtype", BRIEF_DTYPES, ids=str)
 with_and_without_causality = pytest.mark.parametrize("is_causal", [False, True])
 
@@ -64,16 +62,23 @@ def as_fp32(inputs):
 
 @every_kind
 @every_dtype
-@pytest.mark.parametrize("scale", [10.0, 60.0, 200.0] if INTERPRETED else [3.0, 10.0, 60.0, 200.0])
-@with_and_without_causality
-def test_wide_queries_and_keys(kind, dtype, scale, is_causal, device):
+@pytest.mark.parametrize("scale", [3.0, 10.0, 60.0, 200.0])
+def test_wide_queries_and_keys(kind, dtype, scale, device):
     """P6: where A_ir and B_jr of the factored form are tiny in different components, it must not be used."""
-    inputs = make_inputs(kind=kind, scale=scale, components=2, dtype=dtype, device=device, is_causal=is_causal, **SIZES)
+    check_rows(make_inputs(kind=kind, scale=scale, dtype=dtype, device=device, **SIZES), 1e-6 * scale**2)
+
+
+@every_kind
+@brief_dtypes
+@pytest.mark.parametrize("scale", [3.0, 10.0, 60.0, 200.0])
+def test_wide_causal_queries_and_keys(kind, dtype, scale, device):
+    """P6: early rows see few keys, which all may lie far away."""
+    inputs = make_inputs(kind=kind, scale=scale, dtype=dtype, device=device, is_causal=True, **SIZES)
     check_rows(inputs, 1e-6 * scale**2)
 
 
-@every_dtype
-@pytest.mark.parametrize("components", [2, 3] if INTERPRETED else [2, 3, 8])
+@brief_dtypes
+@pytest.mark.parametrize("components", [2, 3])
 @pytest.mark.parametrize("scale", [1.0, 10.0, 60.0])
 def test_wide_shifts(dtype, components, scale, device):
     """P6: components that lie far apart: standard deviation 30 and a different nearest one for every query."""
@@ -82,12 +87,12 @@ def test_wide_shifts(dtype, components, scale, device):
     check_rows(inputs, 1e-6 * max(scale, 30.0) ** 2)
 
 
-@every_kind
+@pytest.mark.parametrize(
+    ("kind", "similarity"), [("projected", "gaussian"), ("shifted", "gaussian"), ("projected", "dot")]
+)
 @brief_dtypes
-@with_and_without_causality
-@pytest.mark.parametrize("assignment", ["soft", "hard"])
-@pytest.mark.parametrize("similarity", ["gaussian", "dot"])
-def test_the_maximum_comes_with_the_last_block(kind, dtype, is_causal, assignment, similarity, device):
+@pytest.mark.parametrize(("is_causal", "assignment"), [(False, "soft"), (False, "hard"), (True, "soft")])
+def test_the_maximum_comes_with_the_last_block(kind, similarity, dtype, is_causal, assignment, device):
     """P6: e^200 above everything in the first block, which must not have set the scale of the row for good."""
     inputs = make_inputs(
         kind=kind, dtype=dtype, device=device, is_causal=is_causal, assignment=assignment, similarity=similarity,
@@ -153,7 +158,7 @@ def test_wide_rows_leave_the_gradients_of_others_alone(kind, dtype, device):
 
 
 @every_kind
-@few_dtypes
+@brief_dtypes
 @pytest.mark.parametrize("components", [2, 3])
 @pytest.mark.parametrize("low", [-math.inf, -100.0] if INTERPRETED else [-math.inf, -1e4, -100.0, -30.0])
 @pytest.mark.parametrize("dead", [0, -1])
@@ -180,9 +185,7 @@ def test_one_hot_priors(kind, dtype, scale, device):
 @with_and_without_causality
 def test_priors_by_position_with_holes(kind, dtype, is_causal, device):
     """P5: half of the components are switched off at random, in some positions all of them."""
-    inputs = make_inputs(
-        kind=kind, components=3, prior="position", dtype=dtype, device=device, is_causal=is_causal, **SIZES
-    )
+    inputs = make_inputs(kind=kind, prior="position", dtype=dtype, device=device, is_causal=is_causal, **SIZES)
     inputs["log_prior"][torch.rand_like(inputs["log_prior"]) < 0.5] = -math.inf
     inputs["log_prior"][:, :, 5:8] = -math.inf
     inputs["log_prior"][:, 0, 0] = 0.0
@@ -204,8 +207,10 @@ def test_priors_far_apart(kind, dtype, spread, device):
 
 @every_kind
 @brief_dtypes
-@pytest.mark.parametrize("how", ["key_mask", "attn_mask", "prior"])
-@with_and_without_causality
+@pytest.mark.parametrize(
+    ("how", "is_causal"),
+    [("key_mask", False), ("key_mask", True), ("attn_mask", False), ("prior", False), ("prior", True)],
+)
 def test_the_first_block_of_keys_is_hidden(kind, dtype, how, is_causal, device):
     """P17: a row's first maximum is -inf; the ones that see nothing at all are zero."""
     inputs = make_inputs(
@@ -228,7 +233,7 @@ def test_the_first_block_of_keys_is_hidden(kind, dtype, how, is_causal, device):
 
 @every_kind
 @brief_dtypes
-@pytest.mark.parametrize("components", [1, 2])
+@pytest.mark.parametrize("components", [1, 2] if INTERPRETED else [2])
 @pytest.mark.parametrize("huge", [30.0, 1e3])
 def test_huge_later_tokens_stay_in_the_future(kind, dtype, components, huge, device):
     """P13: what comes later, however far, changes no bit of an earlier row, though it may change a tile's path."""
