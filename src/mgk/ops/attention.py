@@ -109,7 +109,7 @@ def mixture_attention(
             out = _ATTENTION[backend](problem)
     if problem.query_mask is not None:
         out = out.masked_fill(~problem.query_mask[:, None, :, None], 0.0)
-    return with_zero_gradients(out, *parameters)
+    return out if backend == "triton" else with_zero_gradients(out, *parameters)
 
 
 def mixture_weights(

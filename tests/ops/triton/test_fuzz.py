@@ -53,7 +53,7 @@ def inputs(draw):
         "query": tensor(batch, kv_heads * group, queries, dim).to(dtype),
         "key": tensor(*key_shape).to(dtype),
         "value": tensor(batch, kv_heads, keys, value_dim).to(dtype),
-        "similarity": draw(st.sampled_from(["gaussian", "dot"])),
+        "similarity": draw(st.sampled_from(["gaussian", "dot"])) if INTERPRETED else configuration["similarity"],
         "assignment": configuration["assignment"],
         "is_causal": configuration["is_causal"],
     }

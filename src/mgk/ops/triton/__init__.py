@@ -11,8 +11,9 @@ import torch
 import triton
 from torch import Tensor
 
+from mgk.ops.autograd import with_zero_gradients
 from mgk.ops.problem import MixtureProblem
-from mgk.ops.triton.operator import fused_attention, fused_responsibilities
+from mgk.ops.triton.operator import attend, fused_responsibilities
 from mgk.ops.triton.tuning import is_interpreted
 
 LARGEST_WIDTH = 256
@@ -58,6 +59,7 @@ def _unsupported_device(index: int) -> str | None:
 
 def attention(problem: MixtureProblem) -> Tensor:
     """``[B, H, Nq, Dv]``"""
+    given = problem
     if problem.log_prior is not None and problem.log_prior.shape[-1] == 1:
         # Exact, since only ratios of priors count; it keeps rounding errors out of the gradient's irrelevant direction.
         one = problem.num_components == 1
@@ -73,7 +75,9 @@ def attention(problem: MixtureProblem) -> Tensor:
     if problem.dropout_p > 0:
         seed = torch.randint(2**62, (1,), dtype=torch.int64, device=problem.query.device)
     out, _ = _attend(problem, problem.value, seed)
-    return out
+    # What an identity has dropped gets a gradient of zero.
+    dropped = [whole for whole, used in ((given.shift, problem.shift), (given.log_prior, problem.log_prior)) if used is None]
+    return with_zero_gradients(out, *dropped)
 
 
 def log_normaliser(problem: MixtureProblem) -> Tensor:
@@ -106,12 +110,11 @@ def responsibility_sums(problem: MixtureProblem) -> Tensor:
 def _attend(problem: MixtureProblem, value: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     query, key = _operands(problem)
     scale, scales = _scale(problem)
-    out, normaliser, _ = fused_attention(
+    return attend(
         query, key, value, problem.shift, problem.log_prior, scales, problem.attn_mask, problem.key_mask,
         problem.query_mask, seed, scale, problem.similarity == "gaussian", problem.is_causal,
         problem.assignment == "hard", problem.dropout_p,
     )  # fmt: skip
-    return out, normaliser
 
 
 def _operands(problem: MixtureProblem) -> tuple[Tensor, Tensor]:

@@ -18,17 +18,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.tiles import LENGTHS, component_bias, is_kept, is_visible, load_rows, load_tile, visible_keys
+from mgk.ops.triton.tiles import VARYING, VARYING_WITH_WIDTH, component_bias, is_kept, is_visible, load_rows, load_tile, visible_keys
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=VARYING)
 def attention_delta(
     p_out, p_grad_out, p_normaliser, p_grad_normaliser, p_row, p_level, p_reference, p_delta, stride_out_batch,
     stride_out_head, stride_out_token, stride_grad_batch, stride_grad_head, stride_grad_token, num_heads, group_size,
     num_queries,
     padded_queries, num_blocks, width, M: tl.constexpr, FACTORED: tl.constexpr, HAS_LEVEL: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    DV: tl.constexpr,
+    HAS_GRAD_NORMALISER: tl.constexpr, BLOCK_I: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """What the two kernels need of each row, padded: ``reference`` (in units of log 2) and ``delta``."""
     i_block = tl.program_id(0) % num_blocks
@@ -45,7 +44,9 @@ def attention_delta(
     ).to(tl.float32)  # fmt: skip
     m_i = o_i < num_queries
     o_row = i_head.to(tl.int64) * num_queries + o_i
-    b_delta = tl.sum(b_out * b_grad, 1) - tl.load(p_grad_normaliser + o_row, mask=m_i, other=0.0)
+    b_delta = tl.sum(b_out * b_grad, 1)
+    if HAS_GRAD_NORMALISER:
+        b_delta -= tl.load(p_grad_normaliser + o_row, mask=m_i, other=0.0)
     b_normaliser = tl.load(p_normaliser + o_row, mask=m_i, other=float("-inf"))
     b_reference = b_normaliser * 1.4426950408889634
     if FACTORED:
@@ -60,7 +61,7 @@ def attention_delta(
     tl.store(p_delta + o_padded, b_delta)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=VARYING_WITH_WIDTH)
 def attention_backward_key_value(
     d_query, d_key, d_value, d_grad_out, d_grad_key, d_grad_value, p_row, p_column, p_alpha, p_rho, p_scale,
     p_shift, p_reference, p_delta, p_wide, p_grad_column, p_grad_scale, p_share, p_origin, p_mask, p_key_range,
@@ -313,7 +314,7 @@ def _other_logit(
     )
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=VARYING_WITH_WIDTH)
 def attention_backward_query(
     d_query, d_key, d_value, d_grad_out, d_grad_query, p_row, p_column, p_alpha, p_rho, p_scale, p_reference, p_delta,
     p_grad_normaliser, p_wide, p_shift, p_grad_row, p_share, p_origin, p_mask, p_key_range, p_query_range, p_row_key,
@@ -323,7 +324,7 @@ def attention_backward_query(
     M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, WIDE: tl.constexpr, HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_RANGE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, GAUSSIAN: tl.constexpr,
-    HAS_SHIFT: tl.constexpr, HAS_ORIGIN: tl.constexpr,
+    HAS_SHIFT: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_GRAD_NORMALISER: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """One program for one block of queries of one head: ``dq`` and ``drow``."""
@@ -396,9 +397,10 @@ def attention_backward_query(
     if PAIRED:
         # The logits of a row rise and fall together with its normaliser alone: what one component does not get, the
         # other does.
-        b_empty = b_reference == float("inf")
-        b_total = tl.load(p_grad_normaliser + i_head.to(tl.int64) * num_queries + o_i, mask=m_i, other=0.0)
-        b_second = tl.where(b_empty, 0.0, b_total) - b_grad_row
+        b_second = -b_grad_row
+        if HAS_GRAD_NORMALISER:
+            b_total = tl.load(p_grad_normaliser + i_head.to(tl.int64) * num_queries + o_i, mask=m_i, other=0.0)
+            b_second += tl.where(b_reference == float("inf"), 0.0, b_total)
         b_shift = tl.load(p_shift + i_kv_head * M * width + o_d, mask=o_d < width, other=0.0)
         b_grad_query += b_grad_row[:, None] * b_shift[None, :]
         b_shift = tl.load(p_shift + (i_kv_head * M + 1) * width + o_d, mask=o_d < width, other=0.0)

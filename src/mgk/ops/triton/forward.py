@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from mgk.ops.triton.tiles import (
-    LENGTHS,
+    VARYING_WITH_WIDTH,
     component_bias,
     is_kept,
     is_visible,
@@ -30,7 +30,7 @@ from mgk.ops.triton.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=VARYING_WITH_WIDTH)
 def attention_forward(
     d_query, d_key, d_value, d_out, p_row, p_column, p_alpha, p_rho, p_wide, p_level, p_scale, p_shift, p_origin,
     p_normaliser,
@@ -141,7 +141,7 @@ def attention_forward(
     d_out.store([i_batch, i_query_head, o_first, 0], b_out.to(b_query.dtype).reshape(1, 1, BLOCK_I, DV))
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=VARYING_WITH_WIDTH)
 def attention_repair(
     p_query, p_key, p_value, p_out, p_row, p_column, p_level, p_scale, p_normaliser, p_mask, p_key_range, p_query_range,
     p_row_key, p_column_key, stride_query_batch, stride_query_head, stride_query_token, stride_key_batch,

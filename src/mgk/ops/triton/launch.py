@@ -7,10 +7,10 @@ own, no coarser than Triton's, and the compiled version is started directly.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import triton
-from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mgk.ops.triton.tuning import Tile, is_interpreted
@@ -35,11 +35,18 @@ def launch(
     """
     if programs == 0:
         return
-    names = kernel.arg_names[len(arguments) :]
-    kinds = () if is_interpreted() else tuple([_kind(argument) for argument in arguments])
+    names, is_free = _signature(kernel, len(arguments))
+    kinds = () if is_interpreted() else tuple(map(_kind, arguments, is_free))
     for variant in variants or ({},):
         every = {**options, **variant}
         _start(kernel, programs, arguments, tuple([every[name] for name in names]), kinds, tile)
+
+
+@functools.cache
+def _signature(kernel: Any, count: int) -> tuple[list[str], list[bool]]:
+    """Names of the compile-time constants, which follow ``count`` others, and which of those the compiler ignores."""
+    free = () if is_interpreted() else kernel.do_not_specialize
+    return kernel.arg_names[count:], [name in free for name in kernel.arg_names[:count]]
 
 
 def _start(
@@ -70,12 +77,14 @@ def _is_set(hook: Any) -> bool:
     return bool(getattr(hook, "calls", hook))
 
 
-def _kind(argument: Any) -> Any:
+def _kind(argument: Any, is_free: bool) -> Any:
     """What the compiler may rely on: types, alignment to 16, and integers that are one or need 64 bits."""
-    if type(argument) is int:
-        return (argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31)
-    if isinstance(argument, Tensor):
-        return (argument.dtype, argument.data_ptr() % 16 == 0)
-    if isinstance(argument, TensorDescriptor):
-        return (argument.base.dtype, tuple(argument.block_shape), argument.padding)
-    return type(argument)
+    kind = type(argument)
+    if kind is int:
+        is_short = -(2**31) <= argument < 2**31
+        return is_short if is_free else (argument == 1, argument % 16 == 0, is_short)
+    if kind is float or argument is None:
+        return kind
+    if kind is TensorDescriptor:
+        return (argument.base.dtype, argument.block_shape[1], argument.block_shape[2], argument.block_shape[3])
+    return (argument.dtype, argument.data_ptr() % 16 == 0)

@@ -1,10 +1,13 @@
 """The fused kernels as torch operations, with autograd, shape inference and a FLOP count.
 
-``torch.ops.mgk.fused_attention`` and its backward are what ``torch.compile``, ``opcheck`` and FLOP counters see.
+``torch.ops.mgk.fused_attention`` and its backward are what ``torch.compile``, ``opcheck`` and FLOP counters see. Where
+nobody looks, :func:`attend` calls the same code directly: to go through the dispatcher takes the host longer than it
+takes to start the kernels.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -12,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils.flop_counter import register_flop_formula
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -81,14 +85,16 @@ class TermsLayout:
     def sizes(self) -> dict[str, int]:
         """Numbers in each part of the buffer."""
         rows, kv_heads = self.batch * self.heads * self.padded_queries, self.batch * self.kv_heads
+        # Every part starts at a multiple of 16 bytes, whatever the number of heads: kernels are compiled for that.
+        by_head = -(-kv_heads // 4) * 4
         return {
             "row": rows * self.components if self.has_row else 0,
             "alpha": rows if self.factored else 0,
             "column": kv_heads * self.components * self.padded_keys if self.has_column else 0,
             "rho": kv_heads * self.padded_keys if self.factored else 0,
             "origin": kv_heads * self.block_d if self.has_origin else 0,
-            "wide": kv_heads if self.factored else 0,
-            "level": kv_heads if self.has_level else 0,
+            "wide": by_head if self.factored else 0,
+            "level": by_head if self.has_level else 0,
         }
 
 
@@ -99,7 +105,7 @@ class _Call(TermsLayout):
         self, query: Tensor, key: Tensor, value: Tensor | None, shift: Tensor | None, log_prior: Tensor | None,
         scales: Tensor | None, attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None,
         seed: Tensor | None, scale: float, gaussian: bool, is_causal: bool, hard: bool, dropout_p: float,
-        saved: Tensor | None = None, makes_rows: bool = True,
+        saved: Tensor | None = None, pairs_are_left: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(query, key, shift, log_prior, scales, key_mask, gaussian, hard)
         self.query, self.key = aligned(query), aligned(key.flatten(1, 2))
@@ -142,7 +148,7 @@ class _Call(TermsLayout):
             self.mask_strides = tuple(0 if size == 1 else stride for size, stride in sizes)
         self._lay_out_terms(saved)
         if saved is None:
-            self._prepare_terms(key_mask, makes_rows)
+            self._prepare_terms(key_mask, not (pairs_are_left and self.paired))
 
     def _lay_out_terms(self, saved: Tensor | None) -> None:
         """Name the parts of the one buffer that holds all terms, or ``saved``, which a forward pass has filled."""
@@ -240,14 +246,18 @@ def _blocks(length: int, size: int) -> int:
 def aligned(tensor: Tensor) -> Tensor:
     """``[B, H, N, D]`` as the copy engine reads it: rows start at multiples of 16 bytes. A copy only where needed."""
     step = 16 // tensor.element_size()
-    strides_fit = tensor.stride(-1) == 1 and all(
-        size == 1 or (stride > 0 and stride % step == 0)
-        for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    )
-    if strides_fit and tensor.data_ptr() % 16 == 0:
+    if _strides_fit(tuple(tensor.shape), tensor.stride(), step) and tensor.data_ptr() % 16 == 0:
         return tensor
     missing = -tensor.shape[-1] % step
     return F.pad(tensor, (0, missing)) if missing else tensor.clone(memory_format=torch.contiguous_format)
+
+
+@functools.lru_cache(maxsize=1024)
+def _strides_fit(shape: tuple[int, ...], strides: tuple[int, ...], step: int) -> bool:
+    return strides[-1] == 1 and all(
+        size == 1 or (stride > 0 and stride % step == 0)
+        for size, stride in zip(shape[:-1], strides[:-1], strict=True)
+    )
 
 
 def _aligned_width(tensor: Tensor) -> int:
@@ -264,16 +274,26 @@ def _aligned_like(tensor: Tensor) -> Tensor:
 
 def descriptor(tensor: Tensor, rows: int, heads: int = 1) -> TensorDescriptor:
     """Blocks of ``rows`` tokens of one head, or of some neighbouring ones, of ``[B, H, N, D]``."""
+    shape = tuple(tensor.shape)
+    strides = _strides_for_copies(shape, tensor.stride(), tensor.element_size())
+    # What the constructor would check again and again holds: `aligned` has seen to it.
+    made: TensorDescriptor = object.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides, made.padding = tensor, shape, strides, "zero"
+    made.block_shape = (1, heads, rows, block_width(shape[3]))
+    return made
+
+
+@functools.lru_cache(maxsize=1024)
+def _strides_for_copies(shape: tuple[int, ...], strides: tuple[int, ...], element_size: int) -> tuple[int, ...]:
+    """An axis of length one may have any stride, but the copy engine looks at it."""
     dense = [0, 0, 0, 1]
     for axis in (2, 1, 0):
-        dense[axis] = dense[axis + 1] * tensor.shape[axis + 1]
-    step = 16 // tensor.element_size()
-    # An axis of length one may have any stride, but the copy engine looks at it.
-    strides = [
+        dense[axis] = dense[axis + 1] * shape[axis + 1]
+    step = 16 // element_size
+    return tuple(
         stride if size > 1 or axis == 3 else max(step, -(-dense[axis] // step) * step)
-        for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True))
-    ]
-    return TensorDescriptor(tensor, list(tensor.shape), strides, [1, heads, rows, block_width(tensor.shape[-1])])
+        for axis, (size, stride) in enumerate(zip(shape, strides, strict=True))
+    )
 
 
 def valid_range(mask: Tensor | None, batch: int, length: int, like: Tensor) -> Tensor:
@@ -288,7 +308,10 @@ def valid_range(mask: Tensor | None, batch: int, length: int, like: Tensor) -> T
 
 
 def _on_device(tensor: Tensor) -> AbstractContextManager[object]:
-    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
+    device = tensor.device
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def _by_token(like: Tensor, heads: int, length: int, width: int) -> Tensor:
@@ -296,8 +319,7 @@ def _by_token(like: Tensor, heads: int, length: int, width: int) -> Tensor:
     return like.new_empty(like.shape[0], length, heads, width).transpose(1, 2)
 
 
-@torch.library.custom_op("mgk::fused_attention", mutates_args=())
-def fused_attention(
+def _run_forward(
     query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
     attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None,
     scale: float, gaussian: bool, is_causal: bool, hard: bool, dropout_p: float,
@@ -326,10 +348,9 @@ def fused_attention(
     """
     with _on_device(query):
         # The forward kernel makes the rows of a pair itself.
-        makes_rows = not TermsLayout(query, key, shift, log_prior, scales, key_mask, gaussian, hard).paired
         call = _Call(
             query, key, value, shift, log_prior, scales, attn_mask, key_mask, query_mask, seed, scale, gaussian,
-            is_causal, hard, dropout_p, makes_rows=makes_rows,
+            is_causal, hard, dropout_p, pairs_are_left=True,
         )  # fmt: skip
         assert call.value is not None
         values = call.value
@@ -389,15 +410,17 @@ def fused_attention(
     return out if out.shape[-1] == value.shape[-1] else out[..., : value.shape[-1]].clone(), normaliser, call.terms
 
 
-@torch.library.custom_op("mgk::fused_attention_backward", mutates_args=())
-def fused_attention_backward(
-    grad_out: Tensor, grad_normaliser: Tensor, out: Tensor, normaliser: Tensor, terms: Tensor, query: Tensor,
+def _run_backward(
+    grad_out: Tensor, grad_normaliser: Tensor | None, out: Tensor, normaliser: Tensor, terms: Tensor, query: Tensor,
     key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
     attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, scale: float,
     gaussian: bool,
     is_causal: bool, hard: bool, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, key, value, shift, log_prior and scales (the last three empty where there is no input)."""
+    """Gradients of query, key, value, shift, log_prior and scales (the last three empty where there is no input).
+
+    Without ``grad_normaliser`` only the attention has been used.
+    """
     with _on_device(query):
         call = _Call(
             query, key, value, shift, log_prior, scales, attn_mask, key_mask, query_mask, seed, scale, gaussian,
@@ -405,7 +428,9 @@ def fused_attention_backward(
         )  # fmt: skip
         assert call.value is not None
         values, components = call.value, call.components
-        grad_out, out, grad_normaliser = aligned(grad_out), aligned(out), grad_normaliser.contiguous()
+        grad_out, out = aligned(grad_out), aligned(out)
+        if grad_normaliser is not None:
+            grad_normaliser = grad_normaliser.contiguous()
         reference = call._new(call.batch, call.heads, call.padded_queries)
         delta = torch.empty_like(reference)
         rows = _rows_of_small_kernels(block_width(out.shape[-1]))
@@ -414,17 +439,18 @@ def fused_attention_backward(
             backward.attention_delta,
             blocks * call.batch * call.heads,
             (
-                out, grad_out, normaliser, grad_normaliser, call.row, call.level, reference, delta, *out.stride()[:3],
+                out, grad_out, normaliser, grad_normaliser, call.row if call.factored else None, call.level, reference, delta, *out.stride()[:3],
                 *grad_out.stride()[:3], call.heads, call.heads // call.kv_heads, call.queries, call.padded_queries,
                 blocks, value.shape[-1],
             ),
-            {"M": components, "FACTORED": call.factored, "HAS_LEVEL": call.has_level, "BLOCK_I": rows,
-            "DV": block_width(out.shape[-1])},
+            {"M": components, "FACTORED": call.factored, "HAS_LEVEL": call.has_level,
+            "HAS_GRAD_NORMALISER": grad_normaliser is not None, "BLOCK_I": rows, "DV": block_width(out.shape[-1])},
             SMALL,
         )  # fmt: skip
         widths = {"D": block_width(call.query.shape[-1]), "DV": block_width(values.shape[-1])}
         options = {**call.options, **widths, "GAUSSIAN": gaussian, "HAS_SHIFT": shift is not None}
         options |= {"PAIRED": call.paired, "HAS_ORIGIN": call.origin is not None}
+        options |= {"HAS_GRAD_NORMALISER": grad_normaliser is not None}
         masks = (attn_mask, call.key_range, call.query_range, call.row_key, call.column_key, *call.mask_strides)
         scalars = (call.scale, scale, call.threshold, call.keep_scale)
         group_size = call.heads // call.kv_heads
@@ -545,6 +571,10 @@ def _trimmed(grad: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like).copy_(grad[..., : like.shape[-1]])
 
 
+fused_attention = torch.library.custom_op("mgk::fused_attention", _run_forward, mutates_args=())
+fused_attention_backward = torch.library.custom_op("mgk::fused_attention_backward", _run_backward, mutates_args=())
+
+
 @torch.library.custom_op("mgk::fused_responsibilities", mutates_args=())
 def fused_responsibilities(
     query: Tensor, key: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
@@ -598,7 +628,7 @@ def _(
 
 @fused_attention_backward.register_fake
 def _(
-    grad_out: Tensor, grad_normaliser: Tensor, out: Tensor, normaliser: Tensor, terms: Tensor, query: Tensor,
+    grad_out: Tensor, grad_normaliser: Tensor | None, out: Tensor, normaliser: Tensor, terms: Tensor, query: Tensor,
     key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None, *_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     extra = [
@@ -616,11 +646,18 @@ def _(query: Tensor, key: Tensor, shift: Tensor | None, *_: Any) -> Tensor:
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.save_for_backward(*output, *inputs[:10])
     ctx.options = inputs[10:]
+    ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad_out: Tensor, grad_normaliser: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: Any, grad_out: Tensor | None, grad_normaliser: Tensor | None, _: Tensor | None
+) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: activation checkpointing frees them as they are read
-    grad_query, grad_key, grad_value, *extra = fused_attention_backward(grad_out, grad_normaliser, *saved, *ctx.options)
+    if grad_out is None:
+        grad_out = torch.zeros_like(saved[0])
+    # With a graph of gradients the operation is asked, which refuses to be differentiated again.
+    run = _run_backward if is_unwatched(grad_out) and not torch.is_grad_enabled() else fused_attention_backward
+    grad_query, grad_key, grad_value, *extra = run(grad_out, grad_normaliser, *saved, *ctx.options)
     extra = [None if tensor is None else grad.to(tensor.dtype) for tensor, grad in zip(saved[6:9], extra, strict=True)]
     return grad_query, grad_key, grad_value, *extra, *[None] * 9
 
@@ -631,6 +668,42 @@ def _refuse_second_order(ctx: Any, *grads: Tensor) -> None:
 
 fused_attention.register_autograd(_backward, setup_context=_save_for_backward)
 fused_attention_backward.register_autograd(_refuse_second_order)
+
+
+class _Attention(torch.autograd.Function):
+    """What the operation is, without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        output = _run_forward(*inputs)
+        _save_for_backward(ctx, inputs, output)
+        ctx.mark_non_differentiable(output[2])
+        return output
+
+    backward = staticmethod(_backward)  # type: ignore[assignment]
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
+    *others: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention and its row normaliser, the way that takes the host least time. Arguments as of the operation."""
+    tensors = (query, key, value, shift, log_prior, scales)
+    run: Any = fused_attention
+    if is_unwatched(*tensors):
+        needs_graph = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
+        run = _Attention.apply if needs_graph else _run_forward
+    out, normaliser, _ = run(*tensors, *others)
+    return out, normaliser
+
+
+def is_unwatched(*tensors: Tensor | None) -> bool:
+    """Whether these are plain tensors with data, and no tracer, mode or transform wants to hear of operations."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+        return False
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        return False
+    return all([t is None or (type(t) in (Tensor, Parameter) and t.device.type != "meta") for t in tensors])
 
 
 def _visible_pairs(query_shape: Any, num_keys: int, is_causal: bool) -> int:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.tiles import LENGTHS, load_rows, mark_wide, safe_ratio
+from mgk.ops.triton.tiles import VARYING, load_rows, mark_wide, safe_ratio
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=VARYING)
 def logit_terms(
     p_query, p_key, p_shift, p_prior, p_scale, p_origin, p_key_mask, p_query_range, p_key_range, p_row, p_alpha,
     p_column, p_rho, p_wide, p_level, stride_query_batch, stride_query_head, stride_query_token, stride_key_batch,
@@ -180,7 +180,7 @@ def _row_terms(
                 mark_wide(p_wide, i_kv, b_ratio)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "stream"])
 def random_keys(p_seed, p_keys, count, stream, BLOCK: tl.constexpr):
     """Odd random numbers ``int32 [count]``, a pure function of seed, stream and position."""
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

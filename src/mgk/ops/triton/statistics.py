@@ -5,10 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.tiles import LENGTHS, component_bias, is_visible, load_tile
+from mgk.ops.triton.tiles import VARYING_WITH_WIDTH, component_bias, is_visible, load_tile
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=VARYING_WITH_WIDTH)
 def responsibilities(
     d_query, d_key, p_row, p_column, p_scale, p_sums, p_mask, p_query_mask, stride_mask_batch, stride_mask_head,
     stride_mask_row, stride_mask_column, scale, num_heads, group_size, num_queries, num_keys, padded_queries,

@@ -9,9 +9,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Arguments that change with the length of a sequence: nothing is compiled anew for them. (Padded lengths are always
-# multiples of 16, which is all that the compiler wants to know of them.)
-LENGTHS = ["num_queries", "num_keys", "num_blocks", "num_row_programs"]
+# Whole numbers of which the compiler learns nothing: no kernel is compiled anew for another length, number of heads or
+# layout. (Padded lengths are always multiples of 16, which is all that it wants to know of them.)
+_TENSORS = ("query", "key", "value", "out", "grad")
+VARYING = [
+    "num_queries", "num_keys", "num_blocks", "num_row_programs", "num_heads", "group_size", "threshold",
+    *(f"stride_{tensor}_{axis}" for tensor in _TENSORS for axis in ("batch", "head", "token")),
+    *(f"stride_prior_{axis}" for axis in ("head", "component", "token")),
+    *(f"stride_mask_{axis}" for axis in ("batch", "head", "row", "column")),
+]  # fmt: skip
+# Kernels that read through descriptors, or rarely, need not know whether a row ends with a word of 16 bytes either.
+VARYING_WITH_WIDTH = [*VARYING, "width", "value_width"]
 
 
 @triton.jit
@@ -26,6 +34,11 @@ def load_rows(
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The same without a descriptor, for kernels that are small or rarely run: a descriptor costs the host time."""
+    # `operator.aligned` has seen to it. (The stride of an axis of length one may be anything, times zero.)
+    STEP: tl.constexpr = 128 // p_tensor.dtype.element_ty.primitive_bitwidth
+    stride_batch = tl.multiple_of(stride_batch, STEP)
+    stride_head = tl.multiple_of(stride_head, STEP)
+    stride_token = tl.multiple_of(stride_token, STEP)
     o_row = o_first + tl.arange(0, ROWS)[:, None]
     o_d = tl.arange(0, WIDTH)[None, :]
     p_tensor += i_batch.to(tl.int64) * stride_batch + i_head.to(tl.int64) * stride_head
