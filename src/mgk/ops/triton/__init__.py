@@ -76,8 +76,8 @@ def attention(problem: MixtureProblem) -> Tensor:
         seed = torch.randint(2**62, (1,), dtype=torch.int64, device=problem.query.device)
     out, _ = _attend(problem, problem.value, seed)
     # What an identity has dropped gets a gradient of zero.
-    dropped = [whole for whole, used in ((given.shift, problem.shift), (given.log_prior, problem.log_prior)) if used is None]
-    return with_zero_gradients(out, *dropped)
+    pairs = ((given.shift, problem.shift), (given.log_prior, problem.log_prior))
+    return with_zero_gradients(out, *[whole for whole, used in pairs if used is None])
 
 
 def log_normaliser(problem: MixtureProblem) -> Tensor:

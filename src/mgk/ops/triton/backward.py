@@ -18,7 +18,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.tiles import VARYING, VARYING_WITH_WIDTH, component_bias, is_kept, is_visible, load_rows, load_tile, visible_keys
+from mgk.ops.triton.tiles import (
+    VARYING,
+    VARYING_WITH_WIDTH,
+    component_bias,
+    finite,
+    first_share,
+    is_kept,
+    is_visible,
+    load_rows,
+    load_tile,
+    visible_keys,
+    visible_queries,
+)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -26,7 +38,7 @@ def attention_delta(
     p_out, p_grad_out, p_normaliser, p_grad_normaliser, p_row, p_level, p_reference, p_delta, stride_out_batch,
     stride_out_head, stride_out_token, stride_grad_batch, stride_grad_head, stride_grad_token, num_heads, group_size,
     num_queries,
-    padded_queries, num_blocks, width, M: tl.constexpr, FACTORED: tl.constexpr, HAS_LEVEL: tl.constexpr,
+    padded_queries, num_blocks, width, M: tl.constexpr, PAIRED: tl.constexpr, HAS_LEVEL: tl.constexpr,
     HAS_GRAD_NORMALISER: tl.constexpr, BLOCK_I: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """What the two kernels need of each row, padded: ``reference`` (in units of log 2) and ``delta``."""
@@ -49,7 +61,7 @@ def attention_delta(
         b_delta -= tl.load(p_grad_normaliser + o_row, mask=m_i, other=0.0)
     b_normaliser = tl.load(p_normaliser + o_row, mask=m_i, other=float("-inf"))
     b_reference = b_normaliser * 1.4426950408889634
-    if FACTORED:
+    if PAIRED:
         b_reference -= tl.load(p_row + i_head.to(tl.int64) * M * padded_queries + o_i)
     if HAS_LEVEL:
         i_kv = i_head // num_heads * (num_heads // group_size) + i_head % num_heads // group_size
@@ -88,31 +100,18 @@ def attention_backward_key_value(
         if (tl.load(p_wide + i_kv) != 0) != WIDE:
             return
 
-    first_query = 0
-    end_query = num_queries
-    if HAS_RANGE:
-        first_query = tl.load(p_query_range + 2 * i_batch) // BLOCK_I * BLOCK_I
-        end_query = tl.load(p_query_range + 2 * i_batch + 1)
-        first_key = tl.load(p_key_range + 2 * i_batch)
-        end_key = tl.load(p_key_range + 2 * i_batch + 1)
-        if (o_first >= end_key) | (o_first + BLOCK_J <= first_key):
-            end_query = 0
-    # Queries from `first_full` on see every key of the block.
-    first_full = first_query
-    if CAUSAL:
-        diagonal = tl.maximum(o_first - causal_offset, 0)
-        first_query = tl.maximum(first_query, diagonal // BLOCK_I * BLOCK_I)
-        first_full = tl.maximum(o_first + BLOCK_J - 1 - causal_offset, 0)
-        first_full = tl.maximum((first_full + BLOCK_I - 1) // BLOCK_I * BLOCK_I, first_query)
-        first_full = tl.minimum(first_full, tl.maximum((end_query + BLOCK_I - 1) // BLOCK_I * BLOCK_I, first_query))
-
+    first_query, first_full, end_query = visible_queries(
+        p_key_range, p_query_range, i_batch, o_first, causal_offset, num_queries, CAUSAL, HAS_RANGE, BLOCK_I, BLOCK_J
+    )
     if HAS_COLUMN:
         p_column += i_kv.to(tl.int64) * M * padded_keys
     if not EQUAL:
         p_scale += i_kv_head * M
     b_value = load_tile(d_value, i_batch, i_kv_head, o_first, BLOCK_J, DV)
     b_rho = tl.zeros([BLOCK_J], tl.float32)
-    if PAIRED and not HARD:
+    if PAIRED and HARD:
+        b_rho = finite(tl.load(p_column + padded_keys + o_j)) - finite(tl.load(p_column + o_j))
+    elif PAIRED:
         b_rho = tl.load(p_rho + i_kv.to(tl.int64) * padded_keys + o_j)
     b_column_key = tl.zeros([BLOCK_J], tl.int32)
     if DROPOUT:
@@ -223,23 +222,22 @@ def _gather_key_value(
     b_grad_weight = tl.dot(b_value, b_grad_out.T, input_precision=PRECISION)
     b_scale = scale if EQUAL else tl.load(p_scale + i_component)
     b_row = -b_reference
-    if HAS_ROW and (HARD or not PAIRED):
+    if HAS_ROW and not PAIRED:
         b_row += tl.load(p_row + i_component * padded_queries + o_i)
     b_logit = b_product * b_scale + (b_row[None, :] + b_column[:, None])
     if PAIRED and HARD:
-        # Only the biases compete. A tie is shared evenly.
-        b_second_row = tl.load(p_row + padded_queries + o_i) - b_reference
-        b_second_bias = b_second_row[None, :] + tl.load(p_column + padded_keys + o_j)[:, None]
-        b_first_bias = b_row[None, :] + b_column[:, None]
-        b_share = tl.where(b_first_bias > b_second_bias, 1.0, tl.where(b_first_bias == b_second_bias, 0.5, 0.0))
-        b_weight = tl.math.exp2(b_product * b_scale + tl.maximum(b_first_bias, b_second_bias))
+        # Only the biases compete; `rho` is how far the second column exceeds the first.
+        b_gap = tl.load(p_row + padded_queries + o_i) - tl.load(p_row + o_i)
+        b_difference = b_gap[None, :] + b_rho[:, None]
+        b_share = first_share(b_difference)
+        b_weight = tl.math.exp2(b_logit + tl.maximum(b_difference, 0.0))
     elif HARD and M == 2:
         b_other = _other_logit(
             b_product, b_query, d_key, p_row, p_column, p_scale, b_reference, i_batch, i_kv_head, 1 - i_component,
             o_first_column, o_i, o_j, scale, padded_queries, padded_keys,
             M, SHARED, HAS_ROW, HAS_COLUMN, EQUAL, PRECISION, BLOCK_J, D,
         )  # fmt: skip
-        b_weight = tl.where(b_logit > b_other, 1.0, tl.where(b_logit == b_other, 0.5, 0.0)) * tl.math.exp2(b_logit)
+        b_weight = first_share(finite(b_other) - finite(b_logit)) * tl.math.exp2(b_logit)
     elif HARD and M > 2:
         b_best = tl.full([BLOCK_J, BLOCK_I], float("-inf"), tl.float32)
         b_ties = tl.zeros([BLOCK_J, BLOCK_I], tl.float32)
@@ -315,6 +313,166 @@ def _other_logit(
 
 
 @triton.jit(do_not_specialize=VARYING_WITH_WIDTH)
+def attention_backward_two_keys(
+    d_query, d_key, d_value, d_grad_out, d_grad_key, d_grad_value, p_row, p_column, p_scale, p_reference, p_delta,
+    p_grad_column, p_grad_scale, p_mask, p_key_range, p_query_range, p_row_key, p_column_key, stride_mask_batch,
+    stride_mask_head, stride_mask_row, stride_mask_column, scale, natural_scale, threshold, keep_scale, num_heads,
+    group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks,
+    HARD: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    GAUSSIAN: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """The same for two projected keys at once, which share the gradient of their weights (and compete for it)."""
+    i_block = tl.program_id(0) % num_blocks
+    i_kv = tl.program_id(0) // num_blocks
+    num_kv_heads = num_heads // group_size
+    i_batch = i_kv // num_kv_heads
+    i_kv_head = i_kv % num_kv_heads
+    o_first = i_block * BLOCK_J
+    o_j = o_first + tl.arange(0, BLOCK_J)
+    causal_offset = num_keys - num_queries
+    first_query, first_full, end_query = visible_queries(
+        p_key_range, p_query_range, i_batch, o_first, causal_offset, num_queries, CAUSAL, HAS_RANGE, BLOCK_I, BLOCK_J
+    )
+
+    b_value = load_tile(d_value, i_batch, i_kv_head, o_first, BLOCK_J, DV)
+    b_first_key = load_tile(d_key, i_batch, 2 * i_kv_head, o_first, BLOCK_J, D)
+    b_second_key = load_tile(d_key, i_batch, 2 * i_kv_head + 1, o_first, BLOCK_J, D)
+    b_first_column = tl.zeros([BLOCK_J], tl.float32)
+    b_second_column = tl.zeros([BLOCK_J], tl.float32)
+    if HAS_COLUMN:
+        p_column += 2 * i_kv.to(tl.int64) * padded_keys
+        b_first_column = finite(tl.load(p_column + o_j))
+        b_second_column = finite(tl.load(p_column + padded_keys + o_j))
+    b_first_scale = scale if EQUAL else tl.load(p_scale + 2 * i_kv_head)
+    b_second_scale = scale if EQUAL else tl.load(p_scale + 2 * i_kv_head + 1)
+    b_column_key = tl.zeros([BLOCK_J], tl.int32)
+    if DROPOUT:
+        b_column_key = tl.load(p_column_key + o_j)
+    b_grad_value = tl.zeros([BLOCK_J, DV], tl.float32)
+    b_first_grad = tl.zeros([BLOCK_J, D], tl.float32)
+    b_second_grad = tl.zeros([BLOCK_J, D], tl.float32)
+    b_first_sum = tl.zeros([BLOCK_J], tl.float32)
+    b_second_sum = tl.zeros([BLOCK_J], tl.float32)
+    for g in range(group_size):
+        i_query_head = i_kv_head * group_size + g
+        i_head = (i_batch * num_heads + i_query_head).to(tl.int64)
+        p_head_row = p_row
+        if HAS_ROW:
+            p_head_row = p_row + 2 * i_head * padded_queries
+        p_head_mask = p_mask
+        if HAS_MASK:
+            p_head_mask = p_mask + i_batch.to(tl.int64) * stride_mask_batch + i_query_head * stride_mask_head
+        p_head_key = p_row_key
+        if DROPOUT:
+            p_head_key = p_row_key + i_head * padded_queries
+        if CAUSAL:
+            for o_i in tl.range(first_query, first_full, BLOCK_I):
+                b_first_grad, b_second_grad, b_grad_value, b_first_sum, b_second_sum = _gather_two_keys(
+                    b_first_grad, b_second_grad, b_grad_value, b_first_sum, b_second_sum, b_first_key, b_second_key,
+                    b_value, b_first_column, b_second_column, b_first_scale, b_second_scale, b_column_key, d_query,
+                    d_grad_out, p_head_row, p_reference + i_head * padded_queries, p_delta + i_head * padded_queries,
+                    p_head_mask, p_head_key, i_batch, i_query_head, o_i, o_j, threshold, keep_scale, stride_mask_row,
+                    stride_mask_column, causal_offset, num_queries, num_keys, padded_queries,
+                    HARD, HAS_ROW, HAS_COLUMN, True, HAS_MASK, DROPOUT, PRECISION, BLOCK_I, D, DV,
+                )  # fmt: skip
+        for o_i in tl.range(first_full, end_query, BLOCK_I):
+            b_first_grad, b_second_grad, b_grad_value, b_first_sum, b_second_sum = _gather_two_keys(
+                b_first_grad, b_second_grad, b_grad_value, b_first_sum, b_second_sum, b_first_key, b_second_key,
+                b_value, b_first_column, b_second_column, b_first_scale, b_second_scale, b_column_key, d_query,
+                d_grad_out, p_head_row, p_reference + i_head * padded_queries, p_delta + i_head * padded_queries,
+                p_head_mask, p_head_key, i_batch, i_query_head, o_i, o_j, threshold, keep_scale, stride_mask_row,
+                stride_mask_column, causal_offset, num_queries, num_keys, padded_queries,
+                HARD, HAS_ROW, HAS_COLUMN, False, HAS_MASK, DROPOUT, PRECISION, BLOCK_I, D, DV,
+            )  # fmt: skip
+
+    for r in tl.static_range(2):
+        b_key = b_first_key if r == 0 else b_second_key
+        b_grad_key = b_first_grad if r == 0 else b_second_grad
+        b_sum = b_first_sum if r == 0 else b_second_sum
+        b_natural = natural_scale if EQUAL else tl.load(p_scale + 2 * i_kv_head + r) * 0.6931471805599453
+        o_column = (2 * i_kv.to(tl.int64) + r) * num_keys + o_j
+        if HAS_COLUMN:
+            tl.store(p_grad_column + o_column, b_sum, mask=o_j < num_keys)
+        if not EQUAL:
+            b_grad_scale = tl.sum(b_grad_key * b_key.to(tl.float32), 1)
+            tl.store(p_grad_scale + o_column, b_grad_scale, mask=o_j < num_keys)
+        if GAUSSIAN:
+            b_grad_key -= b_sum[:, None] * b_key.to(tl.float32)
+        d_grad_key.store(
+            [i_batch, 2 * i_kv_head + r, o_first, 0],
+            (b_grad_key * b_natural).to(b_key.dtype).reshape(1, 1, BLOCK_J, D),
+        )
+    d_grad_value.store([i_batch, i_kv_head, o_first, 0], b_grad_value.to(b_value.dtype).reshape(1, 1, BLOCK_J, DV))
+
+
+@triton.jit
+def _gather_two_keys(
+    b_first_grad, b_second_grad, b_grad_value, b_first_sum, b_second_sum, b_first_key, b_second_key, b_value,
+    b_first_column, b_second_column, b_first_scale, b_second_scale, b_column_key, d_query, d_grad_out, p_row,
+    p_reference, p_delta, p_mask, p_row_key, i_batch, i_query_head, o_first_row, o_j, threshold, keep_scale,
+    stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys, padded_queries,
+    HARD: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_I: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr,
+):  # fmt: skip
+    """Add what one block of queries sends back to a block of both keys. Pairs are transposed."""
+    o_i = o_first_row + tl.arange(0, BLOCK_I)
+    b_query = load_tile(d_query, i_batch, i_query_head, o_first_row, BLOCK_I, D)
+    b_grad_out = load_tile(d_grad_out, i_batch, i_query_head, o_first_row, BLOCK_I, DV)
+    b_first_row = finite(-tl.load(p_reference + o_i))
+    b_second_row = b_first_row
+    if HAS_ROW:
+        b_first_row += tl.load(p_row + o_i)
+        b_second_row += tl.load(p_row + padded_queries + o_i)
+    b_delta = tl.load(p_delta + o_i)
+    b_first = tl.dot(b_first_key, b_query.T, input_precision=PRECISION) * b_first_scale
+    b_second = tl.dot(b_second_key, b_query.T, input_precision=PRECISION) * b_second_scale
+    b_first += b_first_row[None, :] + b_first_column[:, None]
+    b_second += b_second_row[None, :] + b_second_column[:, None]
+    b_grad_weight = tl.dot(b_value, b_grad_out.T, input_precision=PRECISION)
+    if HARD:
+        b_share = first_share(b_second - b_first)
+        b_weight = tl.math.exp2(tl.maximum(b_first, b_second))
+    else:
+        b_first = tl.math.exp2(b_first)
+        b_second = tl.math.exp2(b_second)
+    if CAUSAL or HAS_MASK:
+        b_seen = is_visible(
+            o_i[None, :], o_j[:, None], p_mask, stride_mask_row, stride_mask_column, causal_offset, num_queries,
+            num_keys, CAUSAL, HAS_MASK,
+        )  # fmt: skip
+        if HARD:
+            b_weight = tl.where(b_seen, b_weight, 0.0)
+        else:
+            b_first = tl.where(b_seen, b_first, 0.0)
+            b_second = tl.where(b_seen, b_second, 0.0)
+    if not HARD:
+        b_weight = b_first + b_second
+    b_kept_weight = b_weight
+    if DROPOUT:
+        b_row_key = tl.load(p_row_key + o_i)
+        b_kept = is_kept(b_row_key[None, :], b_column_key[:, None], threshold)
+        b_kept_weight = tl.where(b_kept, b_kept_weight * keep_scale, 0.0)
+        b_grad_weight = tl.where(b_kept, b_grad_weight * keep_scale, 0.0)
+    b_grad_weight -= b_delta[None, :]
+    if HARD:
+        b_both = b_weight * b_grad_weight
+        b_first = b_both * b_share
+        b_second = b_both - b_first
+    else:
+        b_first *= b_grad_weight
+        b_second *= b_grad_weight
+    if HAS_COLUMN:
+        b_first_sum += tl.sum(b_first, 1)
+        b_second_sum += tl.sum(b_second, 1)
+    b_grad_value = tl.dot(b_kept_weight.to(b_grad_out.dtype), b_grad_out, b_grad_value, input_precision=PRECISION)
+    b_first_grad = tl.dot(b_first.to(b_query.dtype), b_query, b_first_grad, input_precision=PRECISION)
+    b_second_grad = tl.dot(b_second.to(b_query.dtype), b_query, b_second_grad, input_precision=PRECISION)
+    return b_first_grad, b_second_grad, b_grad_value, b_first_sum, b_second_sum
+
+
+@triton.jit(do_not_specialize=VARYING_WITH_WIDTH)
 def attention_backward_query(
     d_query, d_key, d_value, d_grad_out, d_grad_query, p_row, p_column, p_alpha, p_rho, p_scale, p_reference, p_delta,
     p_grad_normaliser, p_wide, p_shift, p_grad_row, p_share, p_origin, p_mask, p_key_range, p_query_range, p_row_key,
@@ -355,6 +513,8 @@ def attention_backward_query(
     if PAIRED and not HARD:
         p_rho += i_kv.to(tl.int64) * padded_keys
         b_alpha = tl.load(p_alpha + i_head.to(tl.int64) * padded_queries + o_i)
+    elif PAIRED:
+        b_alpha = tl.load(p_row + padded_queries + o_i) - tl.load(p_row + o_i)
     b_row_key = tl.zeros([BLOCK_I], tl.int32)
     if DROPOUT:
         b_row_key = tl.load(p_row_key + i_head.to(tl.int64) * padded_queries + o_i)
@@ -459,14 +619,13 @@ def _gather_query(
         b_key = load_tile(d_key, i_batch, i_kv_head, o_first, BLOCK_J, D)
         b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
         if HARD:
-            b_first_bias = component_bias(
-                p_row, p_column, 0, o_i, o_j, b_reference, padded_queries, HAS_ROW, HAS_COLUMN, True
-            )
-            b_second_bias = component_bias(
-                p_row, p_column + padded_keys, 1, o_i, o_j, b_reference, padded_queries, HAS_ROW, HAS_COLUMN, True
-            )
-            b_share = tl.where(b_first_bias > b_second_bias, 1.0, tl.where(b_first_bias == b_second_bias, 0.5, 0.0))
-            b_weight = tl.math.exp2(b_product * scale + tl.maximum(b_first_bias, b_second_bias))
+            # Only the biases compete; `alpha` is how far the second row exceeds the first.
+            b_column = tl.load(p_column + o_j)
+            b_step = finite(tl.load(p_column + padded_keys + o_j)) - finite(b_column)
+            b_difference = b_alpha[:, None] + b_step[None, :]
+            b_share = first_share(b_difference)
+            b_bias = b_column[None, :] - b_reference[:, None]
+            b_weight = tl.math.exp2(b_product * scale + b_bias + tl.maximum(b_difference, 0.0))
         else:
             b_weight = tl.math.exp2(b_product * scale + (tl.load(p_column + o_j)[None, :] - b_reference[:, None]))
         if CAUSAL or HAS_MASK:
@@ -494,17 +653,18 @@ def _gather_query(
         b_first_scale = scale if EQUAL else tl.load(p_scale)
         b_second_scale = scale if EQUAL else tl.load(p_scale + 1)
         b_first = tl.dot(b_query, b_first_key.T, input_precision=PRECISION) * b_first_scale + component_bias(
-            p_row, p_column, 0, o_i, o_j, b_reference, padded_queries, HAS_ROW, HAS_COLUMN, True
+            p_row, p_column, 0, o_i, o_j, b_reference, padded_queries, HAS_ROW, HAS_COLUMN, True, True
         )
         b_second = tl.dot(b_query, b_second_key.T, input_precision=PRECISION) * b_second_scale + component_bias(
             p_row, p_column + padded_keys if HAS_COLUMN else p_column, 1, o_i, o_j, b_reference, padded_queries,
-            HAS_ROW, HAS_COLUMN, True,
+            HAS_ROW, HAS_COLUMN, True, True,
         )  # fmt: skip
         b_weight = tl.math.exp2(tl.maximum(b_first, b_second))
         if CAUSAL or HAS_MASK:
             b_weight = tl.where(b_seen, b_weight, 0.0)
+        b_share = first_share(b_second - b_first)
         b_grad_logit = b_weight * b_grad_weight
-        b_first = tl.where(b_first > b_second, 1.0, tl.where(b_first == b_second, 0.5, 0.0)) * b_grad_logit
+        b_first = b_share * b_grad_logit
         b_second = b_grad_logit - b_first
         if HAS_ROW:
             o_r = tl.arange(0, 8)

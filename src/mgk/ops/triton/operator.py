@@ -255,8 +255,7 @@ def aligned(tensor: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=1024)
 def _strides_fit(shape: tuple[int, ...], strides: tuple[int, ...], step: int) -> bool:
     return strides[-1] == 1 and all(
-        size == 1 or (stride > 0 and stride % step == 0)
-        for size, stride in zip(shape[:-1], strides[:-1], strict=True)
+        size == 1 or (stride > 0 and stride % step == 0) for size, stride in zip(shape[:-1], strides[:-1], strict=True)
     )
 
 
@@ -439,11 +438,11 @@ def _run_backward(
             backward.attention_delta,
             blocks * call.batch * call.heads,
             (
-                out, grad_out, normaliser, grad_normaliser, call.row if call.factored else None, call.level, reference, delta, *out.stride()[:3],
-                *grad_out.stride()[:3], call.heads, call.heads // call.kv_heads, call.queries, call.padded_queries,
-                blocks, value.shape[-1],
+                out, grad_out, normaliser, grad_normaliser, call.row if call.paired else None, call.level, reference,
+                delta, *out.stride()[:3], *grad_out.stride()[:3], call.heads, call.heads // call.kv_heads,
+                call.queries, call.padded_queries, blocks, value.shape[-1],
             ),
-            {"M": components, "FACTORED": call.factored, "HAS_LEVEL": call.has_level,
+            {"M": components, "PAIRED": call.paired, "HAS_LEVEL": call.has_level,
             "HAS_GRAD_NORMALISER": grad_normaliser is not None, "BLOCK_I": rows, "DV": block_width(out.shape[-1])},
             SMALL,
         )  # fmt: skip
@@ -479,20 +478,23 @@ def _run_backward(
             blocks = _blocks(call.keys, tile.columns)
             if shift is not None and gaussian:
                 key_shares = call._new(call.batch, call.kv_heads, components, blocks, widths["D"])
-            launch(
-                backward.attention_backward_key_value,
-                blocks * call.batch * call.kv_heads,
-                (
-                    descriptor(call.query, tile.rows), descriptor(call.key, tile.columns),
-                    descriptor(values, tile.columns), descriptor(grad_out, tile.rows),
-                    descriptor(grad_key, tile.columns), descriptor(grad_value, tile.columns), call.row, call.column,
-                    call.alpha, call.rho, call.scales, call.shift, reference, delta, call.wide, grad_column,
-                    grad_scales, key_shares, call.origin, *masks, *scalars, *sizes, blocks, call.width,
-                ),
-                {**options, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
-                tile,
-                *variants,
+            tensors = (
+                descriptor(call.query, tile.rows), descriptor(call.key, tile.columns),
+                descriptor(values, tile.columns), descriptor(grad_out, tile.rows), descriptor(grad_key, tile.columns),
+                descriptor(grad_value, tile.columns), call.row, call.column,
             )  # fmt: skip
+            numbers = (*masks, *scalars, *sizes, blocks)
+            own = {**options, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns}
+            programs = blocks * call.batch * call.kv_heads
+            if components == 2 and shift is None:
+                arguments = (*tensors, call.scales, reference, delta, grad_column, grad_scales, *numbers)
+                launch(backward.attention_backward_two_keys, programs, arguments, own, tile)
+            else:
+                arguments = (
+                    *tensors, call.alpha, call.rho, call.scales, call.shift, reference, delta, call.wide, grad_column,
+                    grad_scales, key_shares, call.origin, *numbers, call.width,
+                )  # fmt: skip
+                launch(backward.attention_backward_key_value, programs, arguments, own, tile, *variants)
 
         def run_query(tile: tuning.Tile) -> None:
             nonlocal query_shares
@@ -691,7 +693,7 @@ def attend(
     tensors = (query, key, value, shift, log_prior, scales)
     run: Any = fused_attention
     if is_unwatched(*tensors):
-        needs_graph = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
+        needs_graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
         run = _Attention.apply if needs_graph else _run_forward
     out, normaliser, _ = run(*tensors, *others)
     return out, normaliser
@@ -703,7 +705,7 @@ def is_unwatched(*tensors: Tensor | None) -> bool:
         return False
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
-    return all([t is None or (type(t) in (Tensor, Parameter) and t.device.type != "meta") for t in tensors])
+    return all(t is None or (type(t) in (Tensor, Parameter) and t.device.type != "meta") for t in tensors)
 
 
 def _visible_pairs(query_shape: Any, num_keys: int, is_causal: bool) -> int:

@@ -48,20 +48,21 @@ def load_rows(
 @triton.jit
 def component_bias(
     p_row, p_column, i_component, o_rows, o_columns, b_reference, num_rows,
-    HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, ROWS_FIRST: tl.constexpr,
+    HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, ROWS_FIRST: tl.constexpr, FINITE: tl.constexpr = False,
 ):  # fmt: skip
     """``row[i, r] + column[j, r] - reference[i]``, ``[rows, columns]`` or its transpose.
 
     Args:
         p_row: this head's ``[M, num_rows]``, padded.
         p_column: this head's ``[M, num_columns]``, padded with -inf.
+        FINITE: see :func:`finite`.
     """
-    b_row = -b_reference
+    b_row = finite(-b_reference) if FINITE else -b_reference
     if HAS_ROW:
         b_row += tl.load(p_row + i_component * num_rows + o_rows)
     b_bias = b_row[:, None] if ROWS_FIRST else b_row[None, :]
     if HAS_COLUMN:
-        b_column = tl.load(p_column + o_columns)
+        b_column = finite(tl.load(p_column + o_columns)) if FINITE else tl.load(p_column + o_columns)
         b_bias = b_bias + (b_column[None, :] if ROWS_FIRST else b_column[:, None])
     return b_bias
 
@@ -129,6 +130,44 @@ def visible_keys(
         end_full = tl.maximum(o_first + causal_offset + 1, 0) // BLOCK_J * BLOCK_J
         end_full = tl.maximum(tl.minimum(end_full, end_key // BLOCK_J * BLOCK_J), first_key)
     return first_key, end_full, end_key
+
+
+@triton.jit
+def visible_queries(
+    p_key_range, p_query_range, i_batch, o_first, causal_offset, num_queries, CAUSAL: tl.constexpr,
+    HAS_RANGE: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    """``first, full, end``: queries ``first ... end`` see something of a block of keys; from ``full`` on, all of it."""
+    first_query = 0
+    end_query = num_queries
+    if HAS_RANGE:
+        first_query = tl.load(p_query_range + 2 * i_batch) // BLOCK_I * BLOCK_I
+        end_query = tl.load(p_query_range + 2 * i_batch + 1)
+        first_key = tl.load(p_key_range + 2 * i_batch)
+        end_key = tl.load(p_key_range + 2 * i_batch + 1)
+        if (o_first >= end_key) | (o_first + BLOCK_J <= first_key):
+            end_query = 0
+    first_full = first_query
+    if CAUSAL:
+        diagonal = tl.maximum(o_first - causal_offset, 0)
+        first_query = tl.maximum(first_query, diagonal // BLOCK_I * BLOCK_I)
+        first_full = tl.maximum(o_first + BLOCK_J - 1 - causal_offset, 0)
+        first_full = tl.maximum((first_full + BLOCK_I - 1) // BLOCK_I * BLOCK_I, first_query)
+        first_full = tl.minimum(first_full, tl.maximum((end_query + BLOCK_I - 1) // BLOCK_I * BLOCK_I, first_query))
+    return first_query, first_full, end_query
+
+
+@triton.jit
+def first_share(b_difference):
+    """Of the gradient of a hard choice, what the first gets where the second exceeds it by ``difference``; a tie is
+    shared evenly. One instruction: a product, a sum and a cut at 0 and 1."""
+    return tl.clamp(0.5 - b_difference * 1e30, 0.0, 1.0)
+
+
+@triton.jit
+def finite(b_term):
+    """A term of a logit; instead of -inf so low that weights are 0 all the same, but differences are numbers."""
+    return tl.maximum(b_term, -1e30)
 
 
 @triton.jit
