@@ -63,7 +63,7 @@ def _poisoned_buffers(_poisoned_memory: None, monkeypatch: pytest.MonkeyPatch) -
 def poisoned(allocate):
     def allocate_poisoned(*args, **kwargs):
         tensor = allocate(*args, **kwargs)
-        if tensor.is_floating_point() and not torch.compiler.is_compiling():
+        if tensor.is_floating_point() and not tensor.requires_grad and not torch.compiler.is_compiling():
             tensor.fill_(float("nan"))
         return tensor
 

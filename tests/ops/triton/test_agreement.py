@@ -35,6 +35,10 @@ if INTERPRETED:
     FORMS += [{"components": components, "dtype": FLOAT32} for components in (1, 2, 3)]
 
 
+# A handful of numbers in half precision may all be rounded unluckily.
+FEW_NUMBERS = 1.0 if INTERPRETED else 3.0
+
+
 def test_configurations_meet_every_pair_of_options():
     """P21: and are few enough to be compiled."""
     met = set().union(*map(pairs_of, CONFIGURATIONS))
@@ -57,7 +61,10 @@ def test_outputs_and_gradients(configuration, number, lengths):
 @pytest.mark.parametrize("dim", [dim for width in FACTORS["width"] for dim in WIDTHS[width]])
 def test_head_dimensions(kind, dim, device):
     """P21: tails of the head dimension are masked, in key and value."""
-    check(make_inputs(kind=kind, dtype=ONE_DTYPE, device=device, dim=dim, queries=18, keys=21, heads=2, kv_heads=1))
+    check(
+        make_inputs(kind=kind, dtype=ONE_DTYPE, device=device, dim=dim, queries=18, keys=21, heads=2, kv_heads=1),
+        2.0 if dim == 1 else 1.0,
+    )
 
 
 @pytest.mark.parametrize("dim", [dim for width in (16, 32, 64) for dim in WIDTHS[width]])
@@ -75,7 +82,7 @@ def test_single_tokens_of_single_heads(kind, lengths, dims, device):
         kind=kind, batch=1, heads=1, queries=lengths[0], keys=lengths[1], dim=dims[0], value_dim=dims[1],
         dtype=ONE_DTYPE, device=device,
     )  # fmt: skip
-    check(inputs)
+    check(inputs, FEW_NUMBERS)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -106,11 +106,11 @@ def test_the_maximum_comes_with_the_last_block(kind, similarity, dtype, is_causa
         inputs["key"][..., late, :] += 60.0
     logit = oracle.logits(inputs).amax(2)
     assert (logit[..., -1, late].amax(-1) - logit[..., -1, ~late].amax(-1)).min() > 200
-    if similarity == "gaussian":
+    if similarity == "gaussian" and dtype == FLOAT32:
         # Rows that see far keys alone have logits near -300, of which fp32 keeps five digits behind the point.
-        check(inputs, scale=5 if dtype == FLOAT32 else 3)
+        check(inputs, scale=5)
     else:
-        # All late keys have 60 in common, which half precision cannot keep out of the gradients.
+        # Many keys have 12 or 60 in common, which half precision cannot keep out of the gradients.
         check_rows(inputs, 1e-4)
 
 
@@ -120,7 +120,10 @@ def test_the_maximum_comes_with_the_first_key(kind, dtype, device):
     """P6: the opposite: everything after the first key is e^200 below it, and rows still sum to one."""
     inputs = make_inputs(kind=kind, dtype=dtype, device=device, **SIZES)
     inputs["key"][..., 1:, :] += 12.0
-    check(inputs, scale=3)
+    if dtype == FLOAT32:
+        check(inputs, scale=3)
+    else:
+        check_rows(inputs, 1e-4)
     inputs["value"] = torch.ones_like(inputs["value"])
     assert (attend(inputs).double() - 1).abs().max() <= 2 * torch.finfo(dtype).eps
 
@@ -257,8 +260,11 @@ def test_far_blocks_and_near_blocks_alternate(kind, dtype, device):
     height = 8 * torch.arange(TOKENS, device=device).div(16, rounding_mode="floor").remainder(3)
     inputs["key"] += height[:, None].to(dtype)
     inputs["query"] += height.flip(0)[:, None].to(dtype)
-    # Logits near 500 leave fp32 four digits behind the point.
-    check(inputs, scale=20 if dtype == FLOAT32 else 3)
+    if dtype == FLOAT32:
+        # Logits near 500 leave fp32 four digits behind the point.
+        check(inputs, scale=20)
+    else:
+        check_rows(inputs, 1e-4)
 
 
 @every_kind

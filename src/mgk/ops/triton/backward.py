@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from mgk.ops.triton.tiles import (
+    HEAD_NUMBERS,
     VARYING,
     VARYING_WITH_WIDTH,
     component_bias,
@@ -33,7 +34,7 @@ from mgk.ops.triton.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def attention_delta(
     p_out, p_grad_out, p_normaliser, p_grad_normaliser, p_row, p_level, p_reference, p_delta, stride_out_batch,
     stride_out_head, stride_out_token, stride_grad_batch, stride_grad_head, stride_grad_token, num_heads, group_size,
@@ -73,7 +74,51 @@ def attention_delta(
     tl.store(p_delta + o_padded, b_delta)
 
 
-@triton.jit(do_not_specialize=VARYING_WITH_WIDTH)
+@triton.jit(do_not_specialize=[*VARYING_WITH_WIDTH, "num_samples", "num_query_blocks", "num_key_blocks"])
+def parameter_gradients(
+    p_query_share, p_key_share, p_grad_column, p_scale, p_grad_shift, p_grad_prior, natural_scale, num_samples,
+    group_size, num_query_blocks, num_key_blocks, num_keys, width,
+    M: tl.constexpr, EQUAL: tl.constexpr, HAS_SHIFT: tl.constexpr, GAUSSIAN: tl.constexpr, HAS_PRIOR: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Add up what every program has left for the shift and the prior of a component: one program for each of them."""
+    i_kv_head = tl.program_id(0) // M
+    r = tl.program_id(0) % M
+    num_kv_heads = tl.num_programs(0) // M
+    if HAS_SHIFT:
+        o_d = tl.arange(0, D)
+        b_sum = tl.zeros([ROWS, D], tl.float32)
+        for i_sample in range(num_samples):
+            i_kv = (i_sample * num_kv_heads + i_kv_head).to(tl.int64)
+            for g in range(group_size):
+                b_sum += _sum_of_shares(
+                    p_query_share + ((i_kv * group_size + g) * M + r) * num_query_blocks * D, num_query_blocks, ROWS, D
+                )
+            if GAUSSIAN:
+                b_sum -= _sum_of_shares(p_key_share + (i_kv * M + r) * num_key_blocks * D, num_key_blocks, ROWS, D)
+        b_scale = natural_scale if EQUAL else tl.load(p_scale + i_kv_head * M + r) * 0.6931471805599453
+        tl.store(p_grad_shift + (i_kv_head * M + r) * width + o_d, tl.sum(b_sum, 0) * b_scale, mask=o_d < width)
+    if HAS_PRIOR:
+        o_j = tl.arange(0, ROWS * D)
+        b_prior = tl.zeros([ROWS * D], tl.float32)
+        for i_sample in range(num_samples):
+            p_own = p_grad_column + ((i_sample * num_kv_heads + i_kv_head).to(tl.int64) * M + r) * num_keys
+            for o_first in range(0, num_keys, ROWS * D):
+                b_prior += tl.load(p_own + o_first + o_j, mask=o_first + o_j < num_keys, other=0.0)
+        tl.store(p_grad_prior + i_kv_head * M + r, tl.sum(b_prior, 0))
+
+
+@triton.jit
+def _sum_of_shares(p_share, num_blocks, ROWS: tl.constexpr, D: tl.constexpr):
+    o_row = tl.arange(0, ROWS)[:, None]
+    b_sum = tl.zeros([ROWS, D], tl.float32)
+    for o_first in range(0, num_blocks, ROWS):
+        p_rows = p_share + (o_first + o_row) * D + tl.arange(0, D)[None, :]
+        b_sum += tl.load(p_rows, mask=o_first + o_row < num_blocks, other=0.0)
+    return b_sum
+
+
+@triton.jit(do_not_specialize=VARYING_WITH_WIDTH, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def attention_backward_key_value(
     d_query, d_key, d_value, d_grad_out, d_grad_key, d_grad_value, p_row, p_column, p_alpha, p_rho, p_scale,
     p_shift, p_reference, p_delta, p_wide, p_grad_column, p_grad_scale, p_share, p_origin, p_mask, p_key_range,
@@ -109,9 +154,7 @@ def attention_backward_key_value(
         p_scale += i_kv_head * M
     b_value = load_tile(d_value, i_batch, i_kv_head, o_first, BLOCK_J, DV)
     b_rho = tl.zeros([BLOCK_J], tl.float32)
-    if PAIRED and HARD:
-        b_rho = finite(tl.load(p_column + padded_keys + o_j)) - finite(tl.load(p_column + o_j))
-    elif PAIRED:
+    if PAIRED:
         b_rho = tl.load(p_rho + i_kv.to(tl.int64) * padded_keys + o_j)
     b_column_key = tl.zeros([BLOCK_J], tl.int32)
     if DROPOUT:
@@ -121,6 +164,9 @@ def attention_backward_key_value(
     # The factored pair shares one key gradient; otherwise one component after the other.
     for r in range(1 if PAIRED else M):
         b_key = load_tile(d_key, i_batch, i_kv_head if SHARED else i_kv_head * M + r, o_first, BLOCK_J, D)
+        b_other_key = b_key
+        if HARD and M == 2 and not SHARED:
+            b_other_key = load_tile(d_key, i_batch, 2 * i_kv_head + 1 - r, o_first, BLOCK_J, D)
         b_column = tl.zeros([BLOCK_J], tl.float32)
         if HAS_COLUMN:
             b_column = tl.load(p_column + r * padded_keys + o_j)
@@ -137,7 +183,7 @@ def attention_backward_key_value(
             if HAS_MASK:
                 p_head_mask = p_mask + i_batch.to(tl.int64) * stride_mask_batch + i_query_head * stride_mask_head
             p_head_alpha = p_alpha
-            if PAIRED and not HARD:
+            if PAIRED:
                 p_head_alpha = p_alpha + i_head * padded_queries
             p_head_key = p_row_key
             if DROPOUT:
@@ -145,23 +191,23 @@ def attention_backward_key_value(
             if CAUSAL:
                 for o_i in tl.range(first_query, first_full, BLOCK_I):
                     b_grad_key, b_grad_value, b_sum, b_both_sum = _gather_key_value(
-                        b_grad_key, b_grad_value, b_sum, b_both_sum, b_key, b_value, b_column, b_rho, b_column_key,
-                        d_query,
-                        d_key, d_grad_out, p_head_row, p_column, p_head_alpha, p_scale, p_reference + i_head *
-                        padded_queries, p_delta + i_head * padded_queries, p_head_mask, p_head_key, i_batch,
-                        i_query_head, i_kv_head, r, o_i, o_first, o_j, scale, threshold, keep_scale,
-                        stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys, padded_queries,
-                        padded_keys,
+                        b_grad_key, b_grad_value, b_sum, b_both_sum, b_key, b_other_key, b_value, b_column, b_rho,
+                        b_column_key, d_query, d_key, d_grad_out, p_head_row, p_column, p_head_alpha, p_scale,
+                        p_reference + i_head * padded_queries, p_delta + i_head * padded_queries, p_head_mask,
+                        p_head_key, i_batch, i_query_head, i_kv_head, r, o_i, o_first, o_j, scale, threshold,
+                        keep_scale, stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys,
+                        padded_queries, padded_keys,
                         M, SHARED, PAIRED, WIDE, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, DROPOUT,
                         PRECISION, BLOCK_I, BLOCK_J, D, DV,
                     )  # fmt: skip
             for o_i in tl.range(first_full, end_query, BLOCK_I):
                 b_grad_key, b_grad_value, b_sum, b_both_sum = _gather_key_value(
-                    b_grad_key, b_grad_value, b_sum, b_both_sum, b_key, b_value, b_column, b_rho, b_column_key, d_query,
-                    d_key, d_grad_out, p_head_row, p_column, p_head_alpha, p_scale, p_reference + i_head *
-                    padded_queries, p_delta + i_head * padded_queries, p_head_mask, p_head_key, i_batch,
-                    i_query_head, i_kv_head, r, o_i, o_first, o_j, scale, threshold, keep_scale, stride_mask_row,
-                    stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
+                    b_grad_key, b_grad_value, b_sum, b_both_sum, b_key, b_other_key, b_value, b_column, b_rho,
+                    b_column_key, d_query, d_key, d_grad_out, p_head_row, p_column, p_head_alpha, p_scale,
+                    p_reference + i_head * padded_queries, p_delta + i_head * padded_queries, p_head_mask, p_head_key,
+                    i_batch, i_query_head, i_kv_head, r, o_i, o_first, o_j, scale, threshold, keep_scale,
+                    stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys, padded_queries,
+                    padded_keys,
                     M, SHARED, PAIRED, WIDE, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, DROPOUT,
                     PRECISION, BLOCK_I, BLOCK_J, D, DV,
                 )  # fmt: skip
@@ -202,8 +248,8 @@ def attention_backward_key_value(
 
 @triton.jit
 def _gather_key_value(
-    b_grad_key, b_grad_value, b_sum, b_both_sum, b_key, b_value, b_column, b_rho, b_column_key, d_query, d_key,
-    d_grad_out,
+    b_grad_key, b_grad_value, b_sum, b_both_sum, b_key, b_other_key, b_value, b_column, b_rho, b_column_key, d_query,
+    d_key, d_grad_out,
     p_row, p_column, p_alpha, p_scale, p_reference, p_delta, p_mask, p_row_key, i_batch, i_query_head, i_kv_head,
     i_component, o_first_row, o_first_column, o_j, scale, threshold, keep_scale, stride_mask_row, stride_mask_column,
     causal_offset, num_queries, num_keys, padded_queries, padded_keys,
@@ -226,18 +272,19 @@ def _gather_key_value(
         b_row += tl.load(p_row + i_component * padded_queries + o_i)
     b_logit = b_product * b_scale + (b_row[None, :] + b_column[:, None])
     if PAIRED and HARD:
-        # Only the biases compete; `rho` is how far the second column exceeds the first.
-        b_gap = tl.load(p_row + padded_queries + o_i) - tl.load(p_row + o_i)
-        b_difference = b_gap[None, :] + b_rho[:, None]
+        # Only the biases compete: `alpha` and `rho` are how far the second row and column exceed the first.
+        b_difference = tl.load(p_alpha + o_i)[None, :] + b_rho[:, None]
         b_share = first_share(b_difference)
         b_weight = tl.math.exp2(b_logit + tl.maximum(b_difference, 0.0))
     elif HARD and M == 2:
-        b_other = _other_logit(
-            b_product, b_query, d_key, p_row, p_column, p_scale, b_reference, i_batch, i_kv_head, 1 - i_component,
-            o_first_column, o_i, o_j, scale, padded_queries, padded_keys,
-            M, SHARED, HAS_ROW, HAS_COLUMN, EQUAL, PRECISION, BLOCK_J, D,
+        b_other = b_product
+        if not SHARED:
+            b_other = tl.dot(b_other_key, b_query.T, input_precision=PRECISION)
+        b_other = b_other * (scale if EQUAL else tl.load(p_scale + 1 - i_component)) + component_bias(
+            p_row, p_column + (1 - i_component) * padded_keys if HAS_COLUMN else p_column, 1 - i_component, o_i, o_j,
+            b_reference, padded_queries, HAS_ROW, HAS_COLUMN, False, True,
         )  # fmt: skip
-        b_weight = first_share(finite(b_other) - finite(b_logit)) * tl.math.exp2(b_logit)
+        b_weight = first_share(b_other - finite(b_logit)) * tl.math.exp2(b_logit)
     elif HARD and M > 2:
         b_best = tl.full([BLOCK_J, BLOCK_I], float("-inf"), tl.float32)
         b_ties = tl.zeros([BLOCK_J, BLOCK_I], tl.float32)
@@ -312,7 +359,7 @@ def _other_logit(
     )
 
 
-@triton.jit(do_not_specialize=VARYING_WITH_WIDTH)
+@triton.jit(do_not_specialize=VARYING_WITH_WIDTH, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def attention_backward_two_keys(
     d_query, d_key, d_value, d_grad_out, d_grad_key, d_grad_value, p_row, p_column, p_scale, p_reference, p_delta,
     p_grad_column, p_grad_scale, p_mask, p_key_range, p_query_range, p_row_key, p_column_key, stride_mask_batch,
@@ -472,7 +519,7 @@ def _gather_two_keys(
     return b_first_grad, b_second_grad, b_grad_value, b_first_sum, b_second_sum
 
 
-@triton.jit(do_not_specialize=VARYING_WITH_WIDTH)
+@triton.jit(do_not_specialize=VARYING_WITH_WIDTH, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def attention_backward_query(
     d_query, d_key, d_value, d_grad_out, d_grad_query, p_row, p_column, p_alpha, p_rho, p_scale, p_reference, p_delta,
     p_grad_normaliser, p_wide, p_shift, p_grad_row, p_share, p_origin, p_mask, p_key_range, p_query_range, p_row_key,
@@ -510,11 +557,9 @@ def attention_backward_query(
     if not EQUAL:
         p_scale += i_kv_head * M
     b_alpha = tl.zeros([BLOCK_I], tl.float32)
-    if PAIRED and not HARD:
+    if PAIRED:
         p_rho += i_kv.to(tl.int64) * padded_keys
         b_alpha = tl.load(p_alpha + i_head.to(tl.int64) * padded_queries + o_i)
-    elif PAIRED:
-        b_alpha = tl.load(p_row + padded_queries + o_i) - tl.load(p_row + o_i)
     b_row_key = tl.zeros([BLOCK_I], tl.int32)
     if DROPOUT:
         b_row_key = tl.load(p_row_key + i_head.to(tl.int64) * padded_queries + o_i)
@@ -619,12 +664,10 @@ def _gather_query(
         b_key = load_tile(d_key, i_batch, i_kv_head, o_first, BLOCK_J, D)
         b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
         if HARD:
-            # Only the biases compete; `alpha` is how far the second row exceeds the first.
-            b_column = tl.load(p_column + o_j)
-            b_step = finite(tl.load(p_column + padded_keys + o_j)) - finite(b_column)
-            b_difference = b_alpha[:, None] + b_step[None, :]
+            # Only the biases compete: `alpha` and `rho` are how far the second row and column exceed the first.
+            b_difference = b_alpha[:, None] + tl.load(p_rho + o_j)[None, :]
             b_share = first_share(b_difference)
-            b_bias = b_column[None, :] - b_reference[:, None]
+            b_bias = tl.load(p_column + o_j)[None, :] - b_reference[:, None]
             b_weight = tl.math.exp2(b_product * scale + b_bias + tl.maximum(b_difference, 0.0))
         else:
             b_weight = tl.math.exp2(b_product * scale + (tl.load(p_column + o_j)[None, :] - b_reference[:, None]))

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from mgk.ops.triton.tiles import (
+    HEAD_NUMBERS,
     VARYING_WITH_WIDTH,
     component_bias,
     is_kept,
@@ -29,8 +30,11 @@ from mgk.ops.triton.tiles import (
     visible_keys,
 )
 
+MOST_ROWS_TOGETHER = tl.constexpr(1024)
+"""Rows that a program of the second kernel looks at before it ends."""
 
-@triton.jit(do_not_specialize=VARYING_WITH_WIDTH)
+
+@triton.jit(do_not_specialize=VARYING_WITH_WIDTH, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def attention_forward(
     d_query, d_key, d_value, d_out, p_row, p_column, p_alpha, p_rho, p_wide, p_level, p_scale, p_shift, p_origin,
     p_normaliser,
@@ -86,10 +90,13 @@ def attention_forward(
         b_gap = b_second_row - b_first_row
         tl.store(p_row + o_i, b_first_row)
         tl.store(p_row + padded_queries + o_i, b_second_row)
-        if not HARD:
+        p_alpha += i_head.to(tl.int64) * padded_queries
+        if HARD:
+            tl.store(p_alpha + o_i, b_gap)
+        else:
             b_alpha = safe_ratio(b_gap, largest_ratio)
             mark_wide(p_wide, i_kv, b_alpha)
-            tl.store(p_alpha + i_head.to(tl.int64) * padded_queries + o_i, b_alpha)
+            tl.store(p_alpha + o_i, b_alpha)
         # The last block may lie in the padding, and has done its work.
         if o_first >= num_queries:
             end_key = 0
@@ -141,29 +148,64 @@ def attention_forward(
     d_out.store([i_batch, i_query_head, o_first, 0], b_out.to(b_query.dtype).reshape(1, 1, BLOCK_I, DV))
 
 
-@triton.jit(do_not_specialize=VARYING_WITH_WIDTH)
+@triton.jit(do_not_specialize=VARYING_WITH_WIDTH, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def attention_repair(
     p_query, p_key, p_value, p_out, p_row, p_column, p_level, p_scale, p_normaliser, p_mask, p_key_range, p_query_range,
     p_row_key, p_column_key, stride_query_batch, stride_query_head, stride_query_token, stride_key_batch,
     stride_key_head, stride_key_token, stride_value_batch, stride_value_head, stride_value_token, stride_out_batch,
     stride_out_head, stride_out_token, stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column, scale,
-    threshold, keep_scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks, width,
-    value_width,
+    threshold, keep_scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks,
+    blocks_together, width, value_width,
     M: tl.constexpr, SHARED: tl.constexpr, HARD: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr,
     EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr,
     HAS_LEVEL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """Attend again, exactly, for the rows whose normaliser is NaN. Most programs find none and end."""
-    i_block = tl.program_id(0) % num_blocks
-    i_head = tl.program_id(0) // num_blocks
+    """Attend again, exactly, for the rows whose normaliser is NaN. Most programs find none and end: each looks at some
+    blocks together, since to start a program takes longer than that."""
+    num_programs = (num_blocks + blocks_together - 1) // blocks_together
+    i_first = tl.program_id(0) % num_programs * blocks_together
+    i_head = tl.program_id(0) // num_programs
+    p_normaliser += i_head.to(tl.int64) * num_queries
+    o_all = tl.arange(0, MOST_ROWS_TOGETHER)
+    m_all = (o_all < blocks_together * BLOCK_I) & (i_first * BLOCK_I + o_all < num_queries)
+    b_all = tl.load(p_normaliser + i_first * BLOCK_I + o_all, mask=m_all, other=0.0)
+    if tl.max((b_all != b_all).to(tl.int32), 0) == 0:
+        return
+    for i_block in range(i_first, tl.minimum(i_first + blocks_together, num_blocks)):
+        o_i = i_block * BLOCK_I + tl.arange(0, BLOCK_I)
+        b_normaliser = tl.load(p_normaliser + o_i, mask=o_i < num_queries, other=0.0)
+        b_unsafe = b_normaliser != b_normaliser
+        if tl.max(b_unsafe.to(tl.int32), 0) != 0:
+            _repair(
+                b_unsafe, p_query, p_key, p_value, p_out, p_row, p_column, p_level, p_scale, p_normaliser, p_mask,
+                p_key_range, p_query_range, p_row_key, p_column_key, stride_query_batch, stride_query_head,
+                stride_query_token, stride_key_batch, stride_key_head, stride_key_token, stride_value_batch,
+                stride_value_head, stride_value_token, stride_out_batch, stride_out_head, stride_out_token,
+                stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column, scale, threshold, keep_scale,
+                i_block, i_head, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, width,
+                value_width,
+                M, SHARED, HARD, HAS_ROW, HAS_COLUMN, EQUAL, CAUSAL, HAS_MASK, HAS_RANGE, HAS_LEVEL, DROPOUT,
+                PRECISION, BLOCK_I, BLOCK_J, D, DV,
+            )  # fmt: skip
+
+
+@triton.jit
+def _repair(
+    b_unsafe, p_query, p_key, p_value, p_out, p_row, p_column, p_level, p_scale, p_normaliser, p_mask, p_key_range,
+    p_query_range, p_row_key, p_column_key, stride_query_batch, stride_query_head, stride_query_token,
+    stride_key_batch, stride_key_head, stride_key_token, stride_value_batch, stride_value_head, stride_value_token,
+    stride_out_batch, stride_out_head, stride_out_token, stride_mask_batch, stride_mask_head, stride_mask_row,
+    stride_mask_column, scale, threshold, keep_scale, i_block, i_head, num_heads, group_size, num_queries, num_keys,
+    padded_queries, padded_keys, width, value_width,
+    M: tl.constexpr, SHARED: tl.constexpr, HARD: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr,
+    EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr,
+    HAS_LEVEL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """One block of queries, of which the ``unsafe`` rows are written anew."""
     o_first = i_block * BLOCK_I
     o_i = o_first + tl.arange(0, BLOCK_I)
-    p_normaliser += i_head.to(tl.int64) * num_queries
-    b_normaliser = tl.load(p_normaliser + o_i, mask=o_i < num_queries, other=0.0)
-    b_unsafe = b_normaliser != b_normaliser
-    if tl.max(b_unsafe.to(tl.int32), 0) == 0:
-        return
     i_batch = i_head // num_heads
     i_query_head = i_head % num_heads
     i_kv_head = i_query_head // group_size

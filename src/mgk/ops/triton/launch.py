@@ -45,7 +45,7 @@ def launch(
 @functools.cache
 def _signature(kernel: Any, count: int) -> tuple[list[str], list[bool]]:
     """Names of the compile-time constants, which follow ``count`` others, and which of those the compiler ignores."""
-    free = () if is_interpreted() else kernel.do_not_specialize
+    free = () if is_interpreted() else (*kernel.do_not_specialize, *kernel.do_not_specialize_on_alignment)
     return kernel.arg_names[count:], [name in free for name in kernel.arg_names[:count]]
 
 
@@ -87,4 +87,4 @@ def _kind(argument: Any, is_free: bool) -> Any:
         return kind
     if kind is TensorDescriptor:
         return (argument.base.dtype, argument.block_shape[1], argument.block_shape[2], argument.block_shape[3])
-    return (argument.dtype, argument.data_ptr() % 16 == 0)
+    return argument.dtype if is_free else (argument.dtype, argument.data_ptr() % 16 == 0)

@@ -30,6 +30,10 @@ PADDING = 128
 # A small kernel works on this many numbers.
 BLOCK = 1024
 SMALL = tuning.Tile(0, 0, 2, 1)
+# As many programs as keep a large GPU busy.
+PROGRAMS = 264
+# Numbers that a program adds to its sums at a time.
+ADDED_TOGETHER = 8192
 
 
 class Limits(NamedTuple):
@@ -85,16 +89,14 @@ class TermsLayout:
     def sizes(self) -> dict[str, int]:
         """Numbers in each part of the buffer."""
         rows, kv_heads = self.batch * self.heads * self.padded_queries, self.batch * self.kv_heads
-        # Every part starts at a multiple of 16 bytes, whatever the number of heads: kernels are compiled for that.
-        by_head = -(-kv_heads // 4) * 4
         return {
             "row": rows * self.components if self.has_row else 0,
-            "alpha": rows if self.factored else 0,
+            "alpha": rows if self.paired else 0,
             "column": kv_heads * self.components * self.padded_keys if self.has_column else 0,
-            "rho": kv_heads * self.padded_keys if self.factored else 0,
+            "rho": kv_heads * self.padded_keys if self.paired else 0,
             "origin": kv_heads * self.block_d if self.has_origin else 0,
-            "wide": by_head if self.factored else 0,
-            "level": by_head if self.has_level else 0,
+            "wide": kv_heads if self.factored else 0,
+            "level": kv_heads if self.has_level else 0,
         }
 
 
@@ -129,7 +131,6 @@ class _Call(TermsLayout):
         self.options: dict[str, Any] = {
             "M": self.components,
             "SHARED": shared,
-            "FACTORED": self.factored,
             "HARD": hard,
             "HAS_ROW": self.has_row,
             "HAS_COLUMN": self.has_column,
@@ -185,7 +186,8 @@ class _Call(TermsLayout):
             {
                 "M": self.components,
                 "SHARED": self.options["SHARED"],
-                "FACTORED": self.factored,
+                "PAIRED": self.paired,
+                "HARD": self.options["HARD"],
                 "GAUSSIAN": self.gaussian,
                 "HAS_SHIFT": self.shift is not None,
                 "HAS_PRIOR": prior is not None,
@@ -219,7 +221,9 @@ class _Call(TermsLayout):
     def kernel(self, name: str) -> tuning.Kernel:
         """What this call's tile is chosen by."""
         width = block_width(max(self.width, 0 if self.value is None else self.value.shape[-1]))
-        kind = "pair" if self.paired else "one" if self.options["SHARED"] else "several"
+        kind = "one" if self.options["SHARED"] else "several"
+        if self.paired:
+            kind = "hard pair" if self.options["HARD"] else "pair"
         return tuning.Kernel(
             name, width, self.dtype.itemsize, kind, bool(self.options["CAUSAL"]), self.attn_mask is not None
         )
@@ -394,14 +398,17 @@ def _run_forward(
         call.run("forward", run)
         tile = call.tile("repair")
         blocks = _blocks(call.queries, tile.rows)
+        enough = 2 if tuning.is_interpreted() else PROGRAMS
+        together = blocks * call.batch * call.heads // enough
+        together = max(1, min(together, forward.MOST_ROWS_TOGETHER.value // tile.rows, blocks))
         launch(
             forward.attention_repair,
-            blocks * call.batch * call.heads,
+            _blocks(blocks, together) * call.batch * call.heads,
             (
                 call.query, call.key, values, out, call.row, call.column, call.level, call.scales, normaliser,
                 *masks[:5],
                 *call.query.stride()[:3], *call.key.stride()[:3], *values.stride()[:3], *out.stride()[:3],
-                *call.mask_strides, *scalars, *sizes, blocks, call.width, value.shape[-1],
+                *call.mask_strides, *scalars, *sizes, blocks, together, call.width, value.shape[-1],
             ),
             {**call.options, **widths, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
             tile,
@@ -473,6 +480,9 @@ def _run_backward(
         # Heads that cannot be factored are left to the second launch.
         variants = ({"WIDE": False}, {"WIDE": True}) if call.factored else ({"WIDE": False},)
 
+        # Three sums of products a key fill the registers: of wide keys one is done after the other.
+        two_keys = components == 2 and shift is None and (widths["D"] <= 64 or query.dtype == torch.float32)
+
         def run_key_value(tile: tuning.Tile) -> None:
             nonlocal key_shares
             blocks = _blocks(call.keys, tile.columns)
@@ -486,7 +496,7 @@ def _run_backward(
             numbers = (*masks, *scalars, *sizes, blocks)
             own = {**options, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns}
             programs = blocks * call.batch * call.kv_heads
-            if components == 2 and shift is None:
+            if two_keys:
                 arguments = (*tensors, call.scales, reference, delta, grad_column, grad_scales, *numbers)
                 launch(backward.attention_backward_two_keys, programs, arguments, own, tile)
             else:
@@ -519,6 +529,7 @@ def _run_backward(
 
         call.run("key_value", run_key_value)
         call.run("query", run_query)
+        grad_shift, grad_prior = _parameter_gradients(call, scale, query_shares, key_shares, grad_column)
 
     grad_key = grad_key.unflatten(1, (call.kv_heads, -1))
     if not one_gradient:
@@ -527,26 +538,48 @@ def _run_backward(
         _trimmed(grad_query, query),
         _trimmed(grad_key, key),
         _trimmed(grad_value, value),
-        call._new(0) if shift is None else _shift_gradient(call, query_shares, key_shares),
-        call._new(0) if log_prior is None else _prior_gradient(log_prior, grad_column),
+        grad_shift,
+        grad_prior,
         call._new(0) if grad_scales is None else _scale_gradient(call, grad_row, grad_column, grad_scales),
     )
 
 
-def _shift_gradient(call: _Call, query_shares: Tensor | None, key_shares: Tensor | None) -> Tensor:
-    """``[Hkv, M, D]``: of ``scale (q - origin) . shift`` and ``-scale ((k - origin) . shift + |shift|^2 / 2)``."""
-    assert query_shares is not None
-    grad = query_shares.sum(dim=(0, 2, 4))
-    if key_shares is not None:
-        grad = grad - key_shares.sum(dim=(0, 3))
-    return grad[..., : call.width] * (call.scale if call.scales is None else call.scales[..., None]) / LOG2_E
-
-
-def _prior_gradient(log_prior: Tensor, grad_column: Tensor | None) -> Tensor:
-    assert grad_column is not None
-    if log_prior.shape[2] == grad_column.shape[3]:
-        return grad_column.sum(0)
-    return grad_column.sum(dim=(0, 3))[..., None]
+def _parameter_gradients(
+    call: _Call, scale: float, query_shares: Tensor | None, key_shares: Tensor | None, grad_column: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Of the shifts, ``[Hkv, M, D]``, by way of rows and columns,
+    and of the prior, in its shape; empty where there is no such parameter."""
+    prior, shift = call.log_prior, call.shift
+    grad_shift = call._new(0) if shift is None else torch.empty_like(shift)
+    grad_prior = call._new(0)
+    by_head = prior is not None and prior.shape[2] == 1
+    if prior is not None:
+        assert grad_column is not None
+        grad_prior = call._new(*prior.shape) if by_head else grad_column.sum(0)
+    if shift is None and not by_head:
+        return grad_shift, grad_prior
+    width = 16 if query_shares is None else query_shares.shape[-1]
+    numbers = 512 if tuning.is_interpreted() else ADDED_TOGETHER
+    launch(
+        backward.parameter_gradients,
+        call.kv_heads * call.components,
+        (
+            query_shares, key_shares, grad_column if by_head else None, call.scales, grad_shift, grad_prior, scale,
+            call.batch, call.heads // call.kv_heads, 0 if query_shares is None else query_shares.shape[-2],
+            0 if key_shares is None else key_shares.shape[-2], call.keys, call.width,
+        ),
+        {
+            "M": call.components,
+            "EQUAL": call.scales is None,
+            "HAS_SHIFT": shift is not None,
+            "GAUSSIAN": key_shares is not None,
+            "HAS_PRIOR": by_head,
+            "ROWS": max(1, numbers // width),
+            "D": width,
+        },
+        tuning.Tile(0, 0, 8, 1),
+    )  # fmt: skip
+    return grad_shift, grad_prior
 
 
 def _scale_gradient(call: _Call, grad_row: Tensor | None, grad_column: Tensor | None, grad_products: Tensor) -> Tensor:

@@ -12,20 +12,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.tiles import VARYING, load_rows, mark_wide, safe_ratio
+from mgk.ops.triton.tiles import HEAD_NUMBERS, VARYING, finite, load_rows, mark_wide, safe_ratio
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def logit_terms(
     p_query, p_key, p_shift, p_prior, p_scale, p_origin, p_key_mask, p_query_range, p_key_range, p_row, p_alpha,
     p_column, p_rho, p_wide, p_level, stride_query_batch, stride_query_head, stride_query_token, stride_key_batch,
     stride_key_head,
     stride_key_token, stride_prior_head, stride_prior_component, stride_prior_token, scale, limit, largest_level,
     num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_row_programs, width,
-    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, GAUSSIAN: tl.constexpr, HAS_SHIFT: tl.constexpr,
-    HAS_PRIOR: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
-    HAS_RANGE: tl.constexpr, HAS_LEVEL: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr,
-    EQUAL: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+    M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, HARD: tl.constexpr, GAUSSIAN: tl.constexpr,
+    HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ORIGIN: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr, HAS_RANGE: tl.constexpr, HAS_LEVEL: tl.constexpr, HAS_ROW: tl.constexpr,
+    HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """The first programs make rows, the others columns: one launch, since both wait for memory.
 
@@ -82,7 +82,7 @@ def logit_terms(
                 b_query.to(tl.float32), b_origin, p_shift, p_scale, p_row, p_alpha, p_wide,
                 i_batch * num_heads + i_head,
                 i_kv_head, i_kv, o_first, scale, limit, padded_queries, width,
-                M, FACTORED, HAS_SHIFT, HAS_NORM, HAS_ORIGIN, EQUAL, BLOCK, D,
+                M, PAIRED, HAS_SHIFT, HAS_NORM, HAS_ORIGIN, EQUAL, BLOCK, D,
             )  # fmt: skip
     elif HAS_COLUMN:
         _column_terms(
@@ -90,7 +90,7 @@ def logit_terms(
             i_kv_head, i_kv,
             o_first, stride_key_batch, stride_key_head, stride_key_token, stride_prior_head, stride_prior_component,
             stride_prior_token, scale, limit, num_keys, padded_keys, width,
-            M, SHARED, FACTORED, GAUSSIAN, HAS_SHIFT, HAS_PRIOR, HAS_ORIGIN, HAS_KEY_MASK, EQUAL, BLOCK, D,
+            M, SHARED, PAIRED, HARD, GAUSSIAN, HAS_SHIFT, HAS_PRIOR, HAS_ORIGIN, HAS_KEY_MASK, EQUAL, BLOCK, D,
         )  # fmt: skip
 
 
@@ -100,11 +100,12 @@ def _column_terms(
     i_kv, o_first,
     stride_batch, stride_head, stride_token, stride_prior_head, stride_prior_component, stride_prior_token, scale,
     limit, num_keys, padded_keys, width,
-    M: tl.constexpr, SHARED: tl.constexpr, FACTORED: tl.constexpr, GAUSSIAN: tl.constexpr, HAS_SHIFT: tl.constexpr,
-    HAS_PRIOR: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_KEY_MASK: tl.constexpr, EQUAL: tl.constexpr,
-    BLOCK: tl.constexpr, D: tl.constexpr,
+    M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, HARD: tl.constexpr, GAUSSIAN: tl.constexpr,
+    HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    EQUAL: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """``column [B, Hkv, M, padded]``, -inf at masked keys and beyond the end, and ``rho`` of a factored pair."""
+    """``column [B, Hkv, M, padded]``, -inf at masked keys and beyond the end, and ``rho`` of a pair: by what factor the
+    second component weighs more, or how far it lies above the first if the choice is hard."""
     o_j = o_first + tl.arange(0, BLOCK)
     o_d = tl.arange(0, D)
     b_valid = o_j < num_keys
@@ -137,9 +138,11 @@ def _column_terms(
             b_column += b_prior * 1.4426950408889634
         b_column = tl.where(b_valid, b_column - b_level, float("-inf"))
         tl.store(p_column + (i_kv.to(tl.int64) * M + r) * padded_keys + o_j, b_column)
-        if FACTORED:
+        if PAIRED:
             if r == 0:
                 b_first = b_column
+            elif HARD:
+                tl.store(p_rho + i_kv.to(tl.int64) * padded_keys + o_j, finite(b_column) - finite(b_first))
             else:
                 b_ratio = safe_ratio(b_column - b_first, limit)
                 b_ratio = tl.where(b_column == float("-inf"), 0.0, b_ratio)
@@ -151,10 +154,10 @@ def _column_terms(
 def _row_terms(
     b_query, b_origin, p_shift, p_scale, p_row, p_alpha, p_wide, i_head, i_kv_head, i_kv, o_first, scale, limit,
     padded_queries, width,
-    M: tl.constexpr, FACTORED: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_NORM: tl.constexpr,
+    M: tl.constexpr, PAIRED: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_ORIGIN: tl.constexpr, EQUAL: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """``row [B, H, M, padded]`` and ``alpha`` of a factored pair."""
+    """``row [B, H, M, padded]`` and ``alpha`` of a pair. (If the choice is hard, the forward kernel makes them.)"""
     o_i = o_first + tl.arange(0, BLOCK)
     o_d = tl.arange(0, D)
     b_norm = tl.zeros([BLOCK], tl.float32)
@@ -171,7 +174,7 @@ def _row_terms(
                 b_row -= tl.sum(b_origin * b_shift, 0)
         b_row *= b_scale
         tl.store(p_row + (i_head.to(tl.int64) * M + r) * padded_queries + o_i, b_row)
-        if FACTORED:
+        if PAIRED:
             if r == 0:
                 b_first = b_row
             else:

@@ -13,11 +13,14 @@ import triton.language as tl
 # layout. (Padded lengths are always multiples of 16, which is all that it wants to know of them.)
 _TENSORS = ("query", "key", "value", "out", "grad")
 VARYING = [
-    "num_queries", "num_keys", "num_blocks", "num_row_programs", "num_heads", "group_size", "threshold",
+    "num_queries", "num_keys", "num_blocks", "num_row_programs", "blocks_together", "num_heads", "group_size",
+    "threshold",
     *(f"stride_{tensor}_{axis}" for tensor in _TENSORS for axis in ("batch", "head", "token")),
     *(f"stride_prior_{axis}" for axis in ("head", "component", "token")),
     *(f"stride_mask_{axis}" for axis in ("batch", "head", "row", "column")),
 ]  # fmt: skip
+# One number for each head: where they start depends on how many heads there are.
+HEAD_NUMBERS = ["p_wide", "p_level"]
 # Kernels that read through descriptors, or rarely, need not know whether a row ends with a word of 16 bytes either.
 VARYING_WITH_WIDTH = [*VARYING, "width", "value_width"]
 
@@ -34,11 +37,12 @@ def load_rows(
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The same without a descriptor, for kernels that are small or rarely run: a descriptor costs the host time."""
-    # `operator.aligned` has seen to it. (The stride of an axis of length one may be anything, times zero.)
+    # Rows start at multiples of 16 bytes: `operator.aligned` has seen to it, and this tells the compiler. (The stride
+    # of an axis of length one may be anything, times zero.)
     STEP: tl.constexpr = 128 // p_tensor.dtype.element_ty.primitive_bitwidth
-    stride_batch = tl.multiple_of(stride_batch, STEP)
-    stride_head = tl.multiple_of(stride_head, STEP)
-    stride_token = tl.multiple_of(stride_token, STEP)
+    stride_batch = stride_batch // STEP * STEP
+    stride_head = stride_head // STEP * STEP
+    stride_token = stride_token // STEP * STEP
     o_row = o_first + tl.arange(0, ROWS)[:, None]
     o_d = tl.arange(0, WIDTH)[None, :]
     p_tensor += i_batch.to(tl.int64) * stride_batch + i_head.to(tl.int64) * stride_head
