@@ -66,7 +66,7 @@ class Clock(Protocol):
     """Takes the time of one call, in milliseconds."""
 
     def host(self, candidate: Candidate) -> float | None:
-        """Until the call has returned, the device idle before it; ``None`` where that is all there is."""
+        """Until a call has returned, of some that follow each other; ``None`` where that is all there is."""
 
     def sample(self, candidate: Candidate, host_ms: float | None) -> float:
         """Until the work is done. ``host_ms`` is what :meth:`host` has found."""
@@ -100,6 +100,9 @@ class StreamClock:
     CACHE_BYTES = 2**28
     """Several times the L2 of any GPU that there is."""
     LONGEST_HOLD_MS = 50.0
+    HOST_CALLS = 8
+    HOST_SECONDS = 0.02
+    """What the host takes is the mean of this many calls in a row, or of as many as begin within this time."""
 
     def __init__(self, device: torch.device, *, isolated: bool = True, calls: int = 1) -> None:
         self.device, self.isolated, self.calls = device, isolated, calls
@@ -110,10 +113,13 @@ class StreamClock:
         with candidate.context():
             torch.cuda.synchronize(self.device)
             start = time.perf_counter()
-            candidate.call()
+            calls = 0
+            while calls < self.HOST_CALLS and time.perf_counter() - start < self.HOST_SECONDS:
+                candidate.call()
+                calls += 1
             elapsed = 1e3 * (time.perf_counter() - start)
             torch.cuda.synchronize(self.device)
-        return elapsed
+        return elapsed / calls
 
     def sample(self, candidate: Candidate, host_ms: float | None) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
