@@ -59,22 +59,22 @@ SHORT_LENGTHS = ((1, 1), (1, 33), (2, 15), (16, 17), (17, 2), (31, 49), (33, 31)
 
 
 def pairs_of(configuration: dict) -> set:
-    return {(a, configuration[a], b, configuration[b]) for a, b in itertools.combinations(FACTORS, 2)}
+    return {(a, configuration[a], b, configuration[b]) for a, b in itertools.combinations(configuration, 2)}
 
 
-def pairwise_configurations() -> list[dict]:
+def pairwise_configurations(factors: dict[str, tuple] = FACTORS) -> list[dict]:
     """Every two levels of two factors meet in some configuration: each time the best of many random candidates."""
     rng = random.Random(0)
     unmet = {
         (a, x, b, y)
-        for a, b in itertools.combinations(FACTORS, 2)
-        for x, y in itertools.product(FACTORS[a], FACTORS[b])
+        for a, b in itertools.combinations(factors, 2)
+        for x, y in itertools.product(factors[a], factors[b])
     }
     configurations = []
     while unmet:
         candidates = []
         for a, x, b, y in rng.sample(sorted(unmet, key=str), min(60, len(unmet))):
-            candidates.append({name: rng.choice(levels) for name, levels in FACTORS.items()} | {a: x, b: y})
+            candidates.append({name: rng.choice(levels) for name, levels in factors.items()} | {a: x, b: y})
         configurations.append(max(candidates, key=lambda candidate: len(pairs_of(candidate) & unmet)))
         unmet -= pairs_of(configurations[-1])
     return configurations

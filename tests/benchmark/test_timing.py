@@ -107,7 +107,7 @@ def test_a_gpu_is_held_up_until_the_call_is_queued(isolated, monkeypatch):
     candidate = Candidate(name="call", call=lambda: told.append("call"))
     clock = StreamClock(torch.device("cpu"), isolated=isolated, calls=1 if isolated else 3)
     assert 0 < clock.host(candidate) < 100
-    assert told == ["wait", "call", "wait"]
+    assert told == ["wait", *["call"] * clock.HOST_CALLS, "wait"]
     told.clear()
     if isolated:
         assert clock.sample(candidate, 0.4) == 12.0

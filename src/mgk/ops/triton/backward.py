@@ -74,48 +74,36 @@ def attention_delta(
     tl.store(p_delta + o_padded, b_delta)
 
 
-@triton.jit(do_not_specialize=[*VARYING_WITH_WIDTH, "num_samples", "num_query_blocks", "num_key_blocks"])
+@triton.jit(do_not_specialize=["num_query_shares", "num_key_shares", "num_columns", "width"])
 def parameter_gradients(
-    p_query_share, p_key_share, p_grad_column, p_scale, p_grad_shift, p_grad_prior, natural_scale, num_samples,
-    group_size, num_query_blocks, num_key_blocks, num_keys, width,
-    M: tl.constexpr, EQUAL: tl.constexpr, HAS_SHIFT: tl.constexpr, GAUSSIAN: tl.constexpr, HAS_PRIOR: tl.constexpr,
-    ROWS: tl.constexpr, D: tl.constexpr,
+    p_query_share, p_key_share, p_grad_column, p_scale, p_grad_shift, p_grad_prior, natural_scale, num_query_shares,
+    num_key_shares, num_columns, width,
+    EQUAL: tl.constexpr, HAS_SHIFT: tl.constexpr, GAUSSIAN: tl.constexpr, HAS_PRIOR: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr,
 ):  # fmt: skip
-    """Add up what every program has left for the shift and the prior of a component: one program for each of them."""
-    i_kv_head = tl.program_id(0) // M
-    r = tl.program_id(0) % M
-    num_kv_heads = tl.num_programs(0) // M
+    """Add up what other programs have left for the shift and the prior: one program for a component of a head."""
+    i = tl.program_id(0).to(tl.int64)
     if HAS_SHIFT:
         o_d = tl.arange(0, D)
-        b_sum = tl.zeros([ROWS, D], tl.float32)
-        for i_sample in range(num_samples):
-            i_kv = (i_sample * num_kv_heads + i_kv_head).to(tl.int64)
-            for g in range(group_size):
-                b_sum += _sum_of_shares(
-                    p_query_share + ((i_kv * group_size + g) * M + r) * num_query_blocks * D, num_query_blocks, ROWS, D
-                )
-            if GAUSSIAN:
-                b_sum -= _sum_of_shares(p_key_share + (i_kv * M + r) * num_key_blocks * D, num_key_blocks, ROWS, D)
-        b_scale = natural_scale if EQUAL else tl.load(p_scale + i_kv_head * M + r) * 0.6931471805599453
-        tl.store(p_grad_shift + (i_kv_head * M + r) * width + o_d, tl.sum(b_sum, 0) * b_scale, mask=o_d < width)
+        b_sum = _sum_of_rows(p_query_share + i * num_query_shares * D, num_query_shares, ROWS, D)
+        if GAUSSIAN:
+            b_sum -= _sum_of_rows(p_key_share + i * num_key_shares * D, num_key_shares, ROWS, D)
+        b_scale = natural_scale if EQUAL else tl.load(p_scale + i) * 0.6931471805599453
+        tl.store(p_grad_shift + i * width + o_d, b_sum * b_scale, mask=o_d < width)
     if HAS_PRIOR:
-        o_j = tl.arange(0, ROWS * D)
-        b_prior = tl.zeros([ROWS * D], tl.float32)
-        for i_sample in range(num_samples):
-            p_own = p_grad_column + ((i_sample * num_kv_heads + i_kv_head).to(tl.int64) * M + r) * num_keys
-            for o_first in range(0, num_keys, ROWS * D):
-                b_prior += tl.load(p_own + o_first + o_j, mask=o_first + o_j < num_keys, other=0.0)
-        tl.store(p_grad_prior + i_kv_head * M + r, tl.sum(b_prior, 0))
+        b_sum = _sum_of_rows(p_grad_column + i * num_columns, num_columns, ROWS * D, 1)
+        tl.store(p_grad_prior + i + tl.arange(0, 1), b_sum)
 
 
 @triton.jit
-def _sum_of_shares(p_share, num_blocks, ROWS: tl.constexpr, D: tl.constexpr):
+def _sum_of_rows(p_rows, num_rows, ROWS: tl.constexpr, D: tl.constexpr):
+    """``[num_rows, D]``, some rows at a time."""
     o_row = tl.arange(0, ROWS)[:, None]
     b_sum = tl.zeros([ROWS, D], tl.float32)
-    for o_first in range(0, num_blocks, ROWS):
-        p_rows = p_share + (o_first + o_row) * D + tl.arange(0, D)[None, :]
-        b_sum += tl.load(p_rows, mask=o_first + o_row < num_blocks, other=0.0)
-    return b_sum
+    for o_first in range(0, num_rows, ROWS):
+        p_some = p_rows + (o_first + o_row) * D + tl.arange(0, D)[None, :]
+        b_sum += tl.load(p_some, mask=o_first + o_row < num_rows, other=0.0)
+    return tl.sum(b_sum, 0)
 
 
 @triton.jit(do_not_specialize=VARYING_WITH_WIDTH, do_not_specialize_on_alignment=HEAD_NUMBERS)
@@ -135,6 +123,7 @@ def attention_backward_key_value(
     i_block = tl.program_id(0) % num_blocks
     i_kv = tl.program_id(0) // num_blocks
     num_kv_heads = num_heads // group_size
+    num_samples = tl.num_programs(0) // (num_blocks * num_kv_heads)
     i_batch = i_kv // num_kv_heads
     i_kv_head = i_kv % num_kv_heads
     o_first = i_block * BLOCK_J
@@ -213,7 +202,7 @@ def attention_backward_key_value(
                 )  # fmt: skip
 
         b_natural = natural_scale if EQUAL else tl.load(p_scale + r) * 0.6931471805599453
-        o_column = (i_kv.to(tl.int64) * M + r) * num_keys + o_j
+        o_column = ((i_kv_head * M + r) * num_samples + i_batch).to(tl.int64) * num_keys + o_j
         if HAS_COLUMN:
             tl.store(p_grad_column + o_column, b_sum, mask=o_j < num_keys)
         if not EQUAL:
@@ -229,15 +218,17 @@ def attention_backward_key_value(
                 b_moved_key -= tl.load(p_origin + i_kv.to(tl.int64) * D + o_d)[None, :]
             b_shift = tl.load(p_shift + (i_kv_head * M + r) * width + o_d, mask=o_d < width, other=0.0)
             b_grad_key -= b_sum[:, None] * b_shift[None, :]
-            p_own_share = p_share + ((i_kv.to(tl.int64) * M + r) * num_blocks + i_block) * D + o_d
+            o_share = ((i_kv_head * M + r) * num_samples + i_batch).to(tl.int64) * num_blocks + i_block
+            p_own_share = p_share + o_share * D + o_d
             tl.store(p_own_share, tl.sum(b_sum[:, None] * (b_moved_key + b_shift[None, :]), 0))
         if PAIRED:
             b_second = b_both_sum - b_sum
-            tl.store(p_grad_column + o_column + num_keys, b_second, mask=o_j < num_keys)
+            o_column += num_samples.to(tl.int64) * num_keys
+            tl.store(p_grad_column + o_column, b_second, mask=o_j < num_keys)
             if GAUSSIAN:
                 b_shift = tl.load(p_shift + (i_kv_head * M + 1) * width + o_d, mask=o_d < width, other=0.0)
                 b_grad_key -= b_second[:, None] * b_shift[None, :]
-                p_own_share = p_share + ((i_kv.to(tl.int64) * M + 1) * num_blocks + i_block) * D + o_d
+                p_own_share += num_samples.to(tl.int64) * num_blocks * D
                 tl.store(p_own_share, tl.sum(b_second[:, None] * (b_moved_key + b_shift[None, :]), 0))
         i_out_head = i_kv_head if PAIRED else i_kv_head * M + r
         d_grad_key.store(
@@ -373,6 +364,7 @@ def attention_backward_two_keys(
     i_block = tl.program_id(0) % num_blocks
     i_kv = tl.program_id(0) // num_blocks
     num_kv_heads = num_heads // group_size
+    num_samples = tl.num_programs(0) // (num_blocks * num_kv_heads)
     i_batch = i_kv // num_kv_heads
     i_kv_head = i_kv % num_kv_heads
     o_first = i_block * BLOCK_J
@@ -438,7 +430,7 @@ def attention_backward_two_keys(
         b_grad_key = b_first_grad if r == 0 else b_second_grad
         b_sum = b_first_sum if r == 0 else b_second_sum
         b_natural = natural_scale if EQUAL else tl.load(p_scale + 2 * i_kv_head + r) * 0.6931471805599453
-        o_column = (2 * i_kv.to(tl.int64) + r) * num_keys + o_j
+        o_column = ((2 * i_kv_head + r) * num_samples + i_batch).to(tl.int64) * num_keys + o_j
         if HAS_COLUMN:
             tl.store(p_grad_column + o_column, b_sum, mask=o_j < num_keys)
         if not EQUAL:
@@ -596,6 +588,11 @@ def attention_backward_query(
 
     m_i = o_i < num_queries
     o_d = tl.arange(0, D)
+    # Of one component of one key/value head, over samples, query heads and blocks.
+    num_shares = (tl.num_programs(0) // (num_heads // group_size)).to(tl.int64)
+    if HAS_SHIFT:
+        i_share = (i_batch * group_size + i_query_head % group_size) * num_blocks + i_block
+        p_share += (i_kv_head * M * num_shares + i_share) * D + o_d
     b_moved_query = b_query.to(tl.float32)
     if HAS_ORIGIN:
         b_moved_query -= tl.load(p_origin + i_kv.to(tl.int64) * D + o_d)[None, :]
@@ -610,10 +607,9 @@ def attention_backward_query(
         b_grad_query += b_grad_row[:, None] * b_shift[None, :]
         b_shift = tl.load(p_shift + (i_kv_head * M + 1) * width + o_d, mask=o_d < width, other=0.0)
         b_grad_query += b_second[:, None] * b_shift[None, :]
-        p_own_share = p_share + (i_head.to(tl.int64) * M * num_blocks + i_block) * D + o_d
-        tl.store(p_own_share, tl.sum(b_grad_row[:, None] * b_moved_query, 0))
+        tl.store(p_share, tl.sum(b_grad_row[:, None] * b_moved_query, 0))
         # Rows beyond the end have no gradient, but what stands for their query is not zero once it is moved.
-        tl.store(p_own_share + num_blocks * D, tl.sum(tl.where(m_i, b_second, 0.0)[:, None] * b_moved_query, 0))
+        tl.store(p_share + num_shares * D, tl.sum(tl.where(m_i, b_second, 0.0)[:, None] * b_moved_query, 0))
     elif HAS_ROW:
         o_r = tl.arange(0, 8)
         for r in tl.static_range(M):
@@ -622,8 +618,7 @@ def attention_backward_query(
             if HAS_SHIFT:
                 b_shift = tl.load(p_shift + (i_kv_head * M + r) * width + o_d, mask=o_d < width, other=0.0)
                 b_grad_query += b_scaled[:, None] * b_shift[None, :]
-                p_own_share = p_share + ((i_head.to(tl.int64) * M + r) * num_blocks + i_block) * D + o_d
-                tl.store(p_own_share, tl.sum(b_own[:, None] * b_moved_query, 0))
+                tl.store(p_share + r * num_shares * D, tl.sum(b_own[:, None] * b_moved_query, 0))
             if GAUSSIAN and not EQUAL:
                 b_grad_query -= b_scaled[:, None] * b_query.to(tl.float32)
             if not EQUAL:

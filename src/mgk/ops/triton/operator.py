@@ -33,7 +33,7 @@ SMALL = tuning.Tile(0, 0, 2, 1)
 # As many programs as keep a large GPU busy.
 PROGRAMS = 264
 # Numbers that a program adds to its sums at a time.
-ADDED_TOGETHER = 8192
+ADDED_TOGETHER = 16384
 
 
 class Limits(NamedTuple):
@@ -165,7 +165,7 @@ class _Call(TermsLayout):
             return
         if self.wide is not None:
             self.wide.zero_()
-        rows = _rows_of_small_kernels(self.block_d)
+        rows = _rows_of_small_kernels(self.block_d * (1 if self.options["SHARED"] else self.components))
         row_programs = self.batch * self.heads * self.padded_queries // rows if self.has_row and makes_rows else 0
         column_programs = self.batch * self.kv_heads * self.padded_keys // rows if self.has_column else 0
         prior, prior_strides = self.log_prior, (0, 0, 0)
@@ -240,7 +240,11 @@ def block_width(width: int) -> int:
 
 
 def _rows_of_small_kernels(width: int) -> int:
-    return 16 if tuning.is_interpreted() else max(8, min(64, 8192 // width))
+    """``width``: of all the numbers of a row together."""
+    if tuning.is_interpreted():
+        return 16
+    fitting = max(8, min(64, 8192 // width))
+    return 1 << (fitting.bit_length() - 1)
 
 
 def _blocks(length: int, size: int) -> int:
@@ -469,12 +473,12 @@ def _run_backward(
             else call.key.new_empty(call.batch, call.kv_heads * components, call.keys, _aligned_width(key))
         )
         grad_value, grad_query = _aligned_like(values), _aligned_like(call.query)
-        grad_column = call._new(call.batch, call.kv_heads, components, call.keys) if call.has_column else None
+        grad_column = call._new(call.kv_heads, components, call.batch, call.keys) if call.has_column else None
         # Only the scales ask for it: shifts have their shares.
         grad_row = None
         if call.has_row and scales is not None:
             grad_row = call._new(call.batch, call.heads, components, call.queries)
-        grad_scales = None if scales is None else call._new(call.batch, call.kv_heads, components, call.keys)
+        grad_scales = None if scales is None else call._new(call.kv_heads, components, call.batch, call.keys)
         # Every program leaves its share of the shifts' gradient; added up below in a fixed order.
         key_shares = query_shares = None
         # Heads that cannot be factored are left to the second launch.
@@ -487,7 +491,7 @@ def _run_backward(
             nonlocal key_shares
             blocks = _blocks(call.keys, tile.columns)
             if shift is not None and gaussian:
-                key_shares = call._new(call.batch, call.kv_heads, components, blocks, widths["D"])
+                key_shares = call._new(call.kv_heads, components, call.batch * blocks, widths["D"])
             tensors = (
                 descriptor(call.query, tile.rows), descriptor(call.key, tile.columns),
                 descriptor(values, tile.columns), descriptor(grad_out, tile.rows), descriptor(grad_key, tile.columns),
@@ -510,7 +514,7 @@ def _run_backward(
             nonlocal query_shares
             blocks = _blocks(call.queries, tile.rows)
             if shift is not None:
-                query_shares = call._new(call.batch, call.kv_heads, group_size, components, blocks, widths["D"])
+                query_shares = call._new(call.kv_heads, components, call.batch * group_size * blocks, widths["D"])
             launch(
                 backward.attention_backward_query,
                 blocks * call.batch * call.heads,
@@ -555,7 +559,7 @@ def _parameter_gradients(
     by_head = prior is not None and prior.shape[2] == 1
     if prior is not None:
         assert grad_column is not None
-        grad_prior = call._new(*prior.shape) if by_head else grad_column.sum(0)
+        grad_prior = call._new(*prior.shape) if by_head else grad_column.sum(2)
     if shift is None and not by_head:
         return grad_shift, grad_prior
     width = 16 if query_shares is None else query_shares.shape[-1]
@@ -565,11 +569,10 @@ def _parameter_gradients(
         call.kv_heads * call.components,
         (
             query_shares, key_shares, grad_column if by_head else None, call.scales, grad_shift, grad_prior, scale,
-            call.batch, call.heads // call.kv_heads, 0 if query_shares is None else query_shares.shape[-2],
-            0 if key_shares is None else key_shares.shape[-2], call.keys, call.width,
+            0 if query_shares is None else query_shares.shape[-2], 0 if key_shares is None else key_shares.shape[-2],
+            call.batch * call.keys, call.width,
         ),
         {
-            "M": call.components,
             "EQUAL": call.scales is None,
             "HAS_SHIFT": shift is not None,
             "GAUSSIAN": key_shares is not None,
@@ -585,13 +588,13 @@ def _parameter_gradients(
 def _scale_gradient(call: _Call, grad_row: Tensor | None, grad_column: Tensor | None, grad_products: Tensor) -> Tensor:
     """``[Hkv, M]``: products, rows and columns are all proportional to the scale, but for the prior."""
     assert call.scales is not None
-    grad = grad_products.sum(dim=(0, 3))
+    grad = grad_products.sum(dim=(2, 3))
     if call.gaussian and call.column is not None and grad_column is not None:
         column = call.column.view(call.batch, call.kv_heads, call.components, -1)[..., : call.keys] / LOG2_E
         if call.log_prior is not None:
             column = column - call.log_prior
-        column = column.masked_fill(~column.isfinite(), 0.0)
-        grad = grad + (grad_column * column).sum(dim=(0, 3)) * LOG2_E / call.scales
+        column = column.masked_fill(~column.isfinite(), 0.0).permute(1, 2, 0, 3)
+        grad = grad + (grad_column * column).sum(dim=(2, 3)) * LOG2_E / call.scales
     if call.row is not None and grad_row is not None:
         row = call.row.view(call.batch, call.heads, call.components, -1)[..., : call.queries]
         by_head = (grad_row * row).sum(dim=(0, 3)) / LOG2_E
@@ -715,7 +718,7 @@ class _Attention(torch.autograd.Function):
         ctx.mark_non_differentiable(output[2])
         return output
 
-    backward = staticmethod(_backward)  # type: ignore[assignment]
+    backward = staticmethod(_backward)
 
 
 def attend(
@@ -734,7 +737,7 @@ def attend(
 
 def is_unwatched(*tensors: Tensor | None) -> bool:
     """Whether these are plain tensors with data, and no tracer, mode or transform wants to hear of operations."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return False
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False

@@ -82,7 +82,7 @@ def logit_terms(
                 b_query.to(tl.float32), b_origin, p_shift, p_scale, p_row, p_alpha, p_wide,
                 i_batch * num_heads + i_head,
                 i_kv_head, i_kv, o_first, scale, limit, padded_queries, width,
-                M, PAIRED, HAS_SHIFT, HAS_NORM, HAS_ORIGIN, EQUAL, BLOCK, D,
+                M, PAIRED and not HARD, HAS_SHIFT, HAS_NORM, HAS_ORIGIN, EQUAL, BLOCK, D,
             )  # fmt: skip
     elif HAS_COLUMN:
         _column_terms(
@@ -154,7 +154,7 @@ def _column_terms(
 def _row_terms(
     b_query, b_origin, p_shift, p_scale, p_row, p_alpha, p_wide, i_head, i_kv_head, i_kv, o_first, scale, limit,
     padded_queries, width,
-    M: tl.constexpr, PAIRED: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_NORM: tl.constexpr,
+    M: tl.constexpr, FACTORED: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_ORIGIN: tl.constexpr, EQUAL: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """``row [B, H, M, padded]`` and ``alpha`` of a pair. (If the choice is hard, the forward kernel makes them.)"""
@@ -174,7 +174,7 @@ def _row_terms(
                 b_row -= tl.sum(b_origin * b_shift, 0)
         b_row *= b_scale
         tl.store(p_row + (i_head.to(tl.int64) * M + r) * padded_queries + o_i, b_row)
-        if PAIRED:
+        if FACTORED:
             if r == 0:
                 b_first = b_row
             else:

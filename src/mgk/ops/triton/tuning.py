@@ -61,9 +61,9 @@ HOPPER: dict[tuple[str, str], tuple[Tile, Tile, Tile]] = {
     ("key_value", "pair"): (Tile(64, 64, 4, 2, 168), Tile(64, 64, 4, 2, 168), Tile(32, 64, 4, 2)),
     ("key_value", "hard pair"): (Tile(64, 64, 4, 2, 168), Tile(64, 64, 4, 2, 200), Tile(64, 64, 4, 2)),
     ("key_value", "several"): (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
-    ("query", "one"): (Tile(64, 64, 4, 3, 128), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    ("query", "one"): (Tile(64, 64, 4, 3, 128), Tile(64, 64, 4, 2, 128), Tile(64, 64, 4, 2)),
     ("query", "pair"): (Tile(64, 64, 4, 2, 128), Tile(64, 64, 4, 2, 128), Tile(64, 64, 4, 2)),
-    ("query", "several"): (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(128, 64, 8, 2)),
+    ("query", "several"): (Tile(64, 64, 4, 2, 168), Tile(64, 64, 4, 2, 168), Tile(128, 64, 8, 2)),
 }
 
 CANDIDATES = [

@@ -1,0 +1,144 @@
+"""The fused kernels compile for a GPU, on a machine that has none.
+
+The interpreter runs Python: it does not notice a pointer that is missing on a path that is not taken, or a number that
+changes its type in a loop. So every kernel that a call would start is translated as far as Triton's own intermediate
+language, and a few are compiled to the end.
+"""
+
+import pytest
+import torch
+from cases import make_inputs
+from triton_cases import FACTORS, pairwise_configurations
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import ir, make_backend
+from triton.runtime.jit import JITFunction
+
+from mgk.ops.triton import launch, operator, tuning
+
+TARGET = GPUTarget("cuda", 90, 32)
+TYPES = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.bool: "i1", torch.int32: "i32",
+    torch.int64: "i64",
+}  # fmt: skip
+LEVELS = {
+    **FACTORS,
+    "width": (32, 64, 128, 256),
+    "value_width": (16, 64, 256),
+    "dtype": (torch.float32, torch.float16, torch.bfloat16),
+    "dropout_p": (0.0, 0.1),
+}
+CONFIGURATIONS = pairwise_configurations(LEVELS)
+KINDS = (
+    ("shifted", 2, "gaussian"),
+    ("projected", 2, "gaussian"),
+    ("projected", 1, "gaussian"),
+    ("projected", 1, "dot"),
+)
+PRESETS = [
+    {"kind": kind, "components": components, "assignment": assignment, "similarity": similarity}
+    for kind, components, similarity in KEYS
+    for assignment in (("soft", "hard") if components > 1 else ("soft",))
+]
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What would have been started: kernel, arguments, compile-time constants and tile."""
+    if not isinstance(operator.forward.attention_forward, JITFunction):
+        pytest.skip("TRITON_INTERPRET=1: nothing is compiled")
+    record = []
+    monkeypatch.setattr(tuning, "_architecture", lambda index: "sm90")
+    monkeypatch.setattr(
+        launch,
+        "_start",
+        lambda kernel, programs, arguments, constants, kinds, tile: record.append((kernel, arguments, constants, tile)),
+    )
+    return record
+
+
+def call(configuration):
+    """Forward and backward of one call on CPU tensors; nothing is computed."""
+    names = ("components", "kind", "variance", "assignment", "similarity", "prior", "dtype", "is_causal")
+    chosen = {name: configuration[name] for name in names if name in configuration}
+    inputs = make_inputs(
+        batch=2, heads=4, kv_heads=2, queries=70, keys=81, dim=configuration["width"],
+        value_dim=configuration["value_width"], device="cpu", **chosen,
+    )  # fmt: skip
+    query, key, value = inputs["query"], inputs["key"], inputs["value"]
+    key = key if key.ndim == 5 else key[:, :, None]
+    prior, variance = inputs.get("log_prior"), inputs.get("variance")
+    if prior is not None and prior.ndim == 2:
+        prior = prior[..., None]
+    scales = None
+    if isinstance(variance, torch.Tensor):
+        scales = variance.float().reciprocal().expand(2, configuration["components"])
+    masks = configuration.get("masks", "none")
+    attn_mask = torch.ones(2, 1, 70, 81, dtype=torch.bool) if masks == "pairs" else None
+    key_mask = torch.ones(2, 81, dtype=torch.bool) if masks == "padding" else None
+    query_mask = torch.ones(2, 70, dtype=torch.bool) if masks == "padding" else None
+    dropout = configuration.get("dropout_p", 0.0)
+    seed = torch.zeros(1, dtype=torch.int64) if dropout else None
+    tensors = (query, key, value, inputs.get("shift"), prior, scales, attn_mask, key_mask, query_mask, seed)
+    options = (
+        0.3, configuration["similarity"] == "gaussian", configuration["is_causal"],
+        configuration["assignment"] == "hard", dropout,
+    )  # fmt: skip
+    results = operator._run_forward(*tensors, *options)
+    operator._run_backward(torch.empty_like(results[0]), None, *results, *tensors, *options)
+
+
+def in_half_precision(preset, width=64):
+    return {**preset, "width": width, "value_width": width, "dtype": torch.bfloat16, "is_causal": True}
+
+
+def source_of(kernel, arguments, constants):
+    signature, values = {}, {}
+    for name, argument in zip(kernel.arg_names, (*arguments, *constants), strict=True):
+        if name in kernel.arg_names[len(arguments) :] or argument is None:
+            signature[name], values[name] = "constexpr", argument
+        elif isinstance(argument, torch.Tensor):
+            signature[name] = f"*{TYPES[argument.dtype]}"
+        elif isinstance(argument, float):
+            signature[name] = "fp32"
+        elif isinstance(argument, int):
+            signature[name] = "i32" if -(2**31) <= argument < 2**31 else "i64"
+        else:
+            shape = ",".join(map(str, argument.block_shape))
+            signature[name] = f"tensordesc<{TYPES[argument.base.dtype]}[{shape}]>"
+    return ASTSource(kernel, signature, values)
+
+
+def translate(kernel, arguments, constants, tile):
+    backend = make_backend(TARGET)
+    options = backend.parse_options({"num_warps": tile.warps, "num_stages": tile.stages})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions = backend.get_codegen_implementation(options)
+    source = source_of(kernel, arguments, constants)
+    return source.make_ir(TARGET, options, functions, backend.get_module_map(), context)
+
+
+@pytest.mark.parametrize("configuration", [*CONFIGURATIONS, *map(in_half_precision, PRESETS)], ids=str)
+def test_every_kernel_translates(configuration, started):
+    call(configuration)
+    assert {kernel.__name__ for kernel, *_ in started} >= {"attention_forward", "attention_repair", "attention_delta"}
+    for kernel, arguments, constants, tile in started:
+        assert "tt.func public" in str(translate(kernel, arguments, constants, tile))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [32, 64, 128])
+@pytest.mark.parametrize("preset", PRESETS, ids=str)
+def test_every_preset_compiles_and_fits(width, preset, started):
+    """To the end, in half precision: registers, and shared memory of which a Hopper GPU has 227 kB for a program."""
+    call(in_half_precision(preset, width))
+    for kernel, arguments, constants, tile in started:
+        settings = {name: value for name, value in tile.settings().items() if value is not None}
+        compiled = triton.compile(source_of(kernel, arguments, constants), target=TARGET, options=settings)
+        assert compiled.metadata.shared <= 227 * 1024, kernel.__name__
