@@ -33,7 +33,7 @@ LEVELS = {
     "dropout_p": (0.0, 0.1),
 }
 CONFIGURATIONS = pairwise_configurations(LEVELS)
-KINDS = (
+KEYS = (
     ("shifted", 2, "gaussian"),
     ("projected", 2, "gaussian"),
     ("projected", 1, "gaussian"),
