@@ -21,6 +21,7 @@ import triton.language as tl
 from mgk.ops.triton.tiles import (
     HEAD_NUMBERS,
     VARYING,
+    VARYING_BUT_GROUPS,
     VARYING_WITH_WIDTH,
     component_bias,
     finite,
@@ -106,7 +107,7 @@ def _sum_of_rows(p_rows, num_rows, ROWS: tl.constexpr, D: tl.constexpr):
     return tl.sum(b_sum, 0)
 
 
-@triton.jit(do_not_specialize=VARYING_WITH_WIDTH, do_not_specialize_on_alignment=HEAD_NUMBERS)
+@triton.jit(do_not_specialize=VARYING_BUT_GROUPS, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def attention_backward_key_value(
     d_query, d_key, d_value, d_grad_out, d_grad_key, d_grad_value, p_row, p_column, p_alpha, p_rho, p_scale,
     p_shift, p_reference, p_delta, p_wide, p_grad_column, p_grad_scale, p_share, p_origin, p_mask, p_key_range,
@@ -350,7 +351,7 @@ def _other_logit(
     )
 
 
-@triton.jit(do_not_specialize=VARYING_WITH_WIDTH, do_not_specialize_on_alignment=HEAD_NUMBERS)
+@triton.jit(do_not_specialize=VARYING_BUT_GROUPS, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def attention_backward_two_keys(
     d_query, d_key, d_value, d_grad_out, d_grad_key, d_grad_value, p_row, p_column, p_scale, p_reference, p_delta,
     p_grad_column, p_grad_scale, p_mask, p_key_range, p_query_range, p_row_key, p_column_key, stride_mask_batch,

@@ -166,8 +166,13 @@ class _Call(TermsLayout):
         if self.wide is not None:
             self.wide.zero_()
         rows = _rows_of_small_kernels(self.block_d * (1 if self.options["SHARED"] else self.components))
-        row_programs = self.batch * self.heads * self.padded_queries // rows if self.has_row and makes_rows else 0
-        column_programs = self.batch * self.kv_heads * self.padded_keys // rows if self.has_column else 0
+        row_blocks = self.padded_queries // rows if self.has_row and makes_rows else 0
+        column_blocks = self.padded_keys // rows if self.has_column else 0
+        total = self.batch * (self.heads * row_blocks + self.kv_heads * column_blocks)
+        enough = 2 if tuning.is_interpreted() else 4 * PROGRAMS
+        together = max(1, min(total // enough, 8))
+        row_programs = self.batch * self.heads * _blocks(row_blocks, together)
+        column_programs = self.batch * self.kv_heads * _blocks(column_blocks, together)
         prior, prior_strides = self.log_prior, (0, 0, 0)
         if prior is not None:
             prior_strides = (prior.stride(0), prior.stride(1), prior.stride(2) if prior.shape[2] > 1 else 0)
@@ -181,7 +186,7 @@ class _Call(TermsLayout):
                 *self.key.stride()[:3],
                 *prior_strides, self.scale, self.limits.ratio, self.limits.level, self.heads,
                 self.heads // self.kv_heads, self.queries,
-                self.keys, self.padded_queries, self.padded_keys, row_programs, self.width,
+                self.keys, self.padded_queries, self.padded_keys, row_programs, together, self.width,
             ),
             {
                 "M": self.components,

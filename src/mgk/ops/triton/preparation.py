@@ -21,13 +21,15 @@ def logit_terms(
     p_column, p_rho, p_wide, p_level, stride_query_batch, stride_query_head, stride_query_token, stride_key_batch,
     stride_key_head,
     stride_key_token, stride_prior_head, stride_prior_component, stride_prior_token, scale, limit, largest_level,
-    num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_row_programs, width,
+    num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_row_programs, blocks_together,
+    width,
     M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, HARD: tl.constexpr, GAUSSIAN: tl.constexpr,
     HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ORIGIN: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr, HAS_RANGE: tl.constexpr, HAS_LEVEL: tl.constexpr, HAS_ROW: tl.constexpr,
     HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """The first programs make rows, the others columns: one launch, since both wait for memory.
+    """The first programs make rows, the others columns: one launch, since both wait for memory. Each makes some blocks
+    of them, since what is found from first tokens takes as long as a block.
 
     ``origin [B, Hkv, D]`` is what the first valid query and key have in common, as in MixtureProblem.origin, and
     ``level [B, Hkv]`` about what the first query and key have as a logit: columns are given without it.
@@ -38,9 +40,10 @@ def logit_terms(
     if not is_row:
         i_program -= num_row_programs
     num_blocks = (padded_queries if is_row else padded_keys) // BLOCK
-    i_block = i_program % num_blocks
-    i_head = i_program // num_blocks % (num_heads if is_row else num_kv_heads)
-    i_batch = i_program // num_blocks // (num_heads if is_row else num_kv_heads)
+    num_programs = (num_blocks + blocks_together - 1) // blocks_together
+    i_first = i_program % num_programs * blocks_together
+    i_head = i_program // num_programs % (num_heads if is_row else num_kv_heads)
+    i_batch = i_program // num_programs // (num_heads if is_row else num_kv_heads)
     i_kv_head = i_head // group_size if is_row else i_head
     i_kv = i_batch * num_kv_heads + i_kv_head
     b_origin = tl.zeros([D], tl.float32)
@@ -62,36 +65,37 @@ def logit_terms(
             b_level = tl.maximum(b_level, 0.5 * scale * tl.sum(b_first_query * b_first_query, 0) - 40.0)
             # Columns are rounded once they hold it: a level so high that this would show is not taken.
             b_level = tl.where(tl.abs(b_level) <= largest_level, b_level, 0.0)
-            if is_row == 0 and i_block == 0:
+            if is_row == 0 and i_first == 0:
                 tl.store(p_level + i_kv, b_level)
         b_smaller = tl.where(tl.abs(b_first_query) < tl.abs(b_first_key), b_first_query, b_first_key)
         # NaN and infinity have nothing in common with anything.
         b_agree = b_first_query * b_first_key > 0.0
         b_agree = b_agree & (tl.abs(b_first_query) < float("inf")) & (tl.abs(b_first_key) < float("inf"))
         b_origin = tl.where(b_agree, b_smaller, 0.0)
-        if HAS_ORIGIN and is_row == 0 and i_block == 0:
+        if HAS_ORIGIN and is_row == 0 and i_first == 0:
             tl.store(p_origin + i_kv.to(tl.int64) * D + tl.arange(0, D), b_origin)
-    o_first = i_block * BLOCK
-    if is_row:
-        if HAS_ROW:
-            b_query = load_rows(
-                p_query, stride_query_batch, stride_query_head, stride_query_token, i_batch, i_head, o_first,
-                num_queries, width, BLOCK, D,
+    for i_block in range(i_first, tl.minimum(i_first + blocks_together, num_blocks)):
+        o_first = i_block * BLOCK
+        if is_row:
+            if HAS_ROW:
+                b_query = load_rows(
+                    p_query, stride_query_batch, stride_query_head, stride_query_token, i_batch, i_head, o_first,
+                    num_queries, width, BLOCK, D,
+                )  # fmt: skip
+                _row_terms(
+                    b_query.to(tl.float32), b_origin, p_shift, p_scale, p_row, p_alpha, p_wide,
+                    i_batch * num_heads + i_head,
+                    i_kv_head, i_kv, o_first, scale, limit, padded_queries, width,
+                    M, PAIRED and not HARD, HAS_SHIFT, HAS_NORM, HAS_ORIGIN, EQUAL, BLOCK, D,
+                )  # fmt: skip
+        elif HAS_COLUMN:
+            _column_terms(
+                p_key, b_origin, b_level, p_shift, p_prior, p_scale, p_key_mask, p_column, p_rho, p_wide, i_batch,
+                i_kv_head, i_kv,
+                o_first, stride_key_batch, stride_key_head, stride_key_token, stride_prior_head, stride_prior_component,
+                stride_prior_token, scale, limit, num_keys, padded_keys, width,
+                M, SHARED, PAIRED, HARD, GAUSSIAN, HAS_SHIFT, HAS_PRIOR, HAS_ORIGIN, HAS_KEY_MASK, EQUAL, BLOCK, D,
             )  # fmt: skip
-            _row_terms(
-                b_query.to(tl.float32), b_origin, p_shift, p_scale, p_row, p_alpha, p_wide,
-                i_batch * num_heads + i_head,
-                i_kv_head, i_kv, o_first, scale, limit, padded_queries, width,
-                M, PAIRED and not HARD, HAS_SHIFT, HAS_NORM, HAS_ORIGIN, EQUAL, BLOCK, D,
-            )  # fmt: skip
-    elif HAS_COLUMN:
-        _column_terms(
-            p_key, b_origin, b_level, p_shift, p_prior, p_scale, p_key_mask, p_column, p_rho, p_wide, i_batch,
-            i_kv_head, i_kv,
-            o_first, stride_key_batch, stride_key_head, stride_key_token, stride_prior_head, stride_prior_component,
-            stride_prior_token, scale, limit, num_keys, padded_keys, width,
-            M, SHARED, PAIRED, HARD, GAUSSIAN, HAS_SHIFT, HAS_PRIOR, HAS_ORIGIN, HAS_KEY_MASK, EQUAL, BLOCK, D,
-        )  # fmt: skip
 
 
 @triton.jit
