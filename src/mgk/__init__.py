@@ -6,6 +6,7 @@ from mgk.nn import MixtureAttention, build_attention, replace_attention, update_
 from mgk.ops import (
     debug_checks,
     mixture_attention,
+    mixture_attention_varlen,
     mixture_log_density,
     mixture_responsibilities,
     mixture_weights,
@@ -29,6 +30,7 @@ __all__ = [
     "debug_checks",
     "evaluation",
     "mixture_attention",
+    "mixture_attention_varlen",
     "mixture_log_density",
     "mixture_responsibilities",
     "mixture_weights",

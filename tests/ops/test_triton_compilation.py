@@ -31,6 +31,7 @@ LEVELS = {
     "value_width": (16, 64, 256),
     "dtype": (torch.float32, torch.float16, torch.bfloat16),
     "dropout_p": (0.0, 0.1),
+    "masks": ("none", "padding", "pairs", "packed"),
 }
 CONFIGURATIONS = pairwise_configurations(LEVELS)
 KEYS = (
@@ -79,11 +80,25 @@ def call(configuration):
         scales = variance.float().reciprocal().expand(2, configuration["components"])
     masks = configuration.get("masks", "none")
     attn_mask = torch.ones(2, 1, 70, 81, dtype=torch.bool) if masks == "pairs" else None
-    key_mask = torch.ones(2, 81, dtype=torch.bool) if masks == "padding" else None
+    key_mask = torch.ones(2, 81, dtype=torch.bool) if masks in ("padding", "packed") else None
     query_mask = torch.ones(2, 70, dtype=torch.bool) if masks == "padding" else None
     dropout = configuration.get("dropout_p", 0.0)
     seed = torch.zeros(1, dtype=torch.int64) if dropout else None
-    tensors = (query, key, value, inputs.get("shift"), prior, scales, attn_mask, key_mask, query_mask, seed)
+    spans = torch.zeros(1, 3, dtype=torch.int32) if masks == "packed" else None
+    tensors = (
+        query,
+        key,
+        value,
+        inputs.get("shift"),
+        prior,
+        scales,
+        attn_mask,
+        key_mask,
+        query_mask,
+        seed,
+        spans,
+        spans,
+    )
     options = (
         0.3, configuration["similarity"] == "gaussian", configuration["is_causal"],
         configuration["assignment"] == "hard", dropout,

@@ -92,7 +92,7 @@ def mixture_attention(
         assignment=assignment, is_causal=is_causal, key_mask=key_mask, query_mask=query_mask, attn_mask=attn_mask,
         dropout_p=dropout_p,
     )  # fmt: skip
-    backend = _choose_backend(problem, backend)
+    backend = choose_backend(problem, backend)
     variance_tensor = problem.variance if isinstance(problem.variance, Tensor) else None
     parameters = (problem.shift, problem.log_prior, variance_tensor)
 
@@ -102,7 +102,7 @@ def mixture_attention(
     if backend in ("chunked", "sdpa"):  # the fused backward has no derivative, and says so itself
         problem = _first_order_only(problem)
     problem = _with_centred_dot_products(problem)
-    with _without_autocast(problem):
+    with without_autocast(problem):
         if _may_centre_values(problem):
             out = _attend_around_common_value(_ATTENTION[backend], problem)
         else:
@@ -138,7 +138,7 @@ def mixture_weights(
     if 0 in (batch, heads, num_queries, problem.key.shape[3]):
         empty = problem.query.new_zeros(batch, heads, num_queries, problem.key.shape[3])
         return with_zero_gradients(empty, problem.query, problem.key)
-    with _without_autocast(problem):
+    with without_autocast(problem):
         weight = reference.weights(problem).to(problem.query.dtype)
     if problem.query_mask is not None:
         weight = weight.masked_fill(~problem.query_mask[:, None, :, None], 0.0)
@@ -195,7 +195,7 @@ def mixture_log_density(
     implementation = _choose_statistics(problem, backend)
     if implementation is chunked:
         problem = _first_order_only(problem)
-    with _without_autocast(problem):
+    with without_autocast(problem):
         density = implementation.log_normaliser(problem)
     density = density - _count_visible_keys(problem).to(density.dtype).clamp(min=1).log()
     if problem.query_mask is not None:
@@ -238,7 +238,7 @@ def mixture_responsibilities(
             problem.key.shape[1], problem.num_components, dtype=problem.compute_dtype, device=problem.query.device
         )
     implementation = _choose_statistics(problem, backend)
-    with torch.no_grad(), _without_autocast(problem):
+    with torch.no_grad(), without_autocast(problem):
         sums = implementation.responsibility_sums(problem)
         if reduction == "sum":
             return sums
@@ -246,7 +246,7 @@ def mixture_responsibilities(
         return sums / pairs.masked_fill(pairs == 0, 1.0)
 
 
-def _without_autocast(problem: MixtureProblem) -> AbstractContextManager[object]:
+def without_autocast(problem: MixtureProblem) -> AbstractContextManager[object]:
     """The backends choose every dtype themselves."""
     device_type = problem.query.device.type
     return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
@@ -341,7 +341,7 @@ def _choose_statistics(problem: MixtureProblem, backend: str) -> Any:
     return fused if is_fast and reason is None else chunked
 
 
-def _choose_backend(problem: MixtureProblem, backend: str) -> str:
+def choose_backend(problem: MixtureProblem, backend: str) -> str:
     if backend == "triton":
         reason = _fused_unsupported(problem)
         if reason is not None:

@@ -57,8 +57,8 @@ def _unsupported_device(index: int) -> str | None:
     return None
 
 
-def attention(problem: MixtureProblem) -> Tensor:
-    """``[B, H, Nq, Dv]``"""
+def attention(problem: MixtureProblem, spans: tuple[Tensor | None, Tensor | None] = (None, None)) -> Tensor:
+    """``[B, H, Nq, Dv]``. ``spans`` of queries and of keys: see :func:`packed`."""
     given = problem
     if problem.log_prior is not None and problem.log_prior.shape[-1] == 1:
         # Exact, since only ratios of priors count; it keeps rounding errors out of the gradient's irrelevant direction.
@@ -74,7 +74,7 @@ def attention(problem: MixtureProblem) -> Tensor:
     seed = None
     if problem.dropout_p > 0:
         seed = torch.randint(2**62, (1,), dtype=torch.int64, device=problem.query.device)
-    out, _ = _attend(problem, problem.value, seed)
+    out, _ = _attend(problem, problem.value, seed, spans)
     # What an identity has dropped gets a gradient of zero.
     pairs = ((given.shift, problem.shift), (given.log_prior, problem.log_prior))
     return with_zero_gradients(out, *[whole for whole, used in pairs if used is None])
@@ -107,12 +107,17 @@ def responsibility_sums(problem: MixtureProblem) -> Tensor:
         )  # fmt: skip
 
 
-def _attend(problem: MixtureProblem, value: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+def _attend(
+    problem: MixtureProblem,
+    value: Tensor,
+    seed: Tensor | None,
+    spans: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor, Tensor]:
     query, key = _operands(problem)
     scale, scales = _scale(problem)
     return attend(
         query, key, value, problem.shift, problem.log_prior, scales, problem.attn_mask, problem.key_mask,
-        problem.query_mask, seed, scale, problem.similarity == "gaussian", problem.is_causal,
+        problem.query_mask, seed, *spans, scale, problem.similarity == "gaussian", problem.is_causal,
         problem.assignment == "hard", problem.dropout_p,
     )  # fmt: skip
 

@@ -111,13 +111,14 @@ def _sum_of_rows(p_rows, num_rows, ROWS: tl.constexpr, D: tl.constexpr):
 def attention_backward_key_value(
     d_query, d_key, d_value, d_grad_out, d_grad_key, d_grad_value, p_row, p_column, p_alpha, p_rho, p_scale,
     p_shift, p_reference, p_delta, p_wide, p_grad_column, p_grad_scale, p_share, p_origin, p_mask, p_key_range,
-    p_query_range, p_row_key, p_column_key, stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column,
+    p_query_range, p_spans, p_row_key, p_column_key, stride_mask_batch, stride_mask_head, stride_mask_row,
+    stride_mask_column, rows_per_span,
     scale, natural_scale,
     threshold, keep_scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks, width,
     M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, WIDE: tl.constexpr, HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_RANGE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, GAUSSIAN: tl.constexpr,
-    HAS_SHIFT: tl.constexpr, HAS_ORIGIN: tl.constexpr,
+    HAS_RANGE: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    GAUSSIAN: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_ORIGIN: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """One program for one block of keys of one key/value head: ``dk``, ``dv``, ``dcolumn``, ``dscale``."""
@@ -130,14 +131,14 @@ def attention_backward_key_value(
     o_first = i_block * BLOCK_J
     o_j = o_first + tl.arange(0, BLOCK_J)
     o_d = tl.arange(0, D)
-    causal_offset = num_keys - num_queries
     if PAIRED and not HARD:  # noqa: SIM102 (the outer condition is a constant: without it there is no such pointer)
         if (tl.load(p_wide + i_kv) != 0) != WIDE:
             return
 
-    first_query, first_full, end_query = visible_queries(
-        p_key_range, p_query_range, i_batch, o_first, causal_offset, num_queries, CAUSAL, HAS_RANGE, BLOCK_I, BLOCK_J
-    )
+    first_query, first_full, end_query, causal_offset = visible_queries(
+        p_key_range, p_query_range, p_spans, i_batch, o_first, num_queries, num_keys, rows_per_span, CAUSAL, HAS_RANGE,
+        PACKED, BLOCK_I, BLOCK_J,
+    )  # fmt: skip
     if HAS_COLUMN:
         p_column += i_kv.to(tl.int64) * M * padded_keys
     if not EQUAL:
@@ -354,12 +355,13 @@ def _other_logit(
 @triton.jit(do_not_specialize=VARYING_BUT_GROUPS, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def attention_backward_two_keys(
     d_query, d_key, d_value, d_grad_out, d_grad_key, d_grad_value, p_row, p_column, p_scale, p_reference, p_delta,
-    p_grad_column, p_grad_scale, p_mask, p_key_range, p_query_range, p_row_key, p_column_key, stride_mask_batch,
-    stride_mask_head, stride_mask_row, stride_mask_column, scale, natural_scale, threshold, keep_scale, num_heads,
-    group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks,
+    p_grad_column, p_grad_scale, p_mask, p_key_range, p_query_range, p_spans, p_row_key, p_column_key,
+    stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column, rows_per_span, scale, natural_scale,
+    threshold, keep_scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks,
     HARD: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    GAUSSIAN: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, GAUSSIAN: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr,
 ):  # fmt: skip
     """The same for two projected keys at once, which share the gradient of their weights (and compete for it)."""
     i_block = tl.program_id(0) % num_blocks
@@ -370,10 +372,10 @@ def attention_backward_two_keys(
     i_kv_head = i_kv % num_kv_heads
     o_first = i_block * BLOCK_J
     o_j = o_first + tl.arange(0, BLOCK_J)
-    causal_offset = num_keys - num_queries
-    first_query, first_full, end_query = visible_queries(
-        p_key_range, p_query_range, i_batch, o_first, causal_offset, num_queries, CAUSAL, HAS_RANGE, BLOCK_I, BLOCK_J
-    )
+    first_query, first_full, end_query, causal_offset = visible_queries(
+        p_key_range, p_query_range, p_spans, i_batch, o_first, num_queries, num_keys, rows_per_span, CAUSAL, HAS_RANGE,
+        PACKED, BLOCK_I, BLOCK_J,
+    )  # fmt: skip
 
     b_value = load_tile(d_value, i_batch, i_kv_head, o_first, BLOCK_J, DV)
     b_first_key = load_tile(d_key, i_batch, 2 * i_kv_head, o_first, BLOCK_J, D)
@@ -514,16 +516,17 @@ def _gather_two_keys(
 
 @triton.jit(do_not_specialize=VARYING_WITH_WIDTH, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def attention_backward_query(
-    d_query, d_key, d_value, d_grad_out, d_grad_query, p_row, p_column, p_alpha, p_rho, p_scale, p_reference, p_delta,
-    p_grad_normaliser, p_wide, p_shift, p_grad_row, p_share, p_origin, p_mask, p_key_range, p_query_range, p_row_key,
-    p_column_key, stride_mask_batch,
-    stride_mask_head, stride_mask_row, stride_mask_column, scale, natural_scale, threshold, keep_scale, num_heads,
-    group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks, width,
+    d_query, d_key, d_value, d_grad_out, d_grad_query, p_row, p_column, p_alpha, p_rho, p_scale, p_reference,
+    p_delta, p_grad_normaliser, p_wide, p_shift, p_grad_row, p_share, p_origin, p_mask, p_key_range, p_query_range,
+    p_spans, p_row_key, p_column_key, stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column,
+    rows_per_span, scale, natural_scale, threshold, keep_scale, num_heads, group_size, num_queries, num_keys,
+    padded_queries, padded_keys, num_blocks, width,
     M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, WIDE: tl.constexpr, HARD: tl.constexpr,
-    HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_RANGE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, GAUSSIAN: tl.constexpr,
-    HAS_SHIFT: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_GRAD_NORMALISER: tl.constexpr,
-    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr,
+    PRECISION: tl.constexpr, GAUSSIAN: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_ORIGIN: tl.constexpr,
+    HAS_GRAD_NORMALISER: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr,
 ):  # fmt: skip
     """One program for one block of queries of one head: ``dq`` and ``drow``."""
     i_block = tl.program_id(0) % num_blocks
@@ -536,7 +539,6 @@ def attention_backward_query(
     i_kv = i_batch * (num_heads // group_size) + i_kv_head
     o_first = i_block * BLOCK_I
     o_i = o_first + tl.arange(0, BLOCK_I)
-    causal_offset = num_keys - num_queries
     if PAIRED and not HARD:  # noqa: SIM102 (the outer condition is a constant: without it there is no such pointer)
         if (tl.load(p_wide + i_kv) != 0) != WIDE:
             return
@@ -557,9 +559,10 @@ def attention_backward_query(
     if DROPOUT:
         b_row_key = tl.load(p_row_key + i_head.to(tl.int64) * padded_queries + o_i)
 
-    first_key, end_full, end_key = visible_keys(
-        p_key_range, p_query_range, i_batch, o_first, causal_offset, num_keys, CAUSAL, HAS_RANGE, BLOCK_I, BLOCK_J
-    )
+    first_key, end_full, end_key, causal_offset = visible_keys(
+        p_key_range, p_query_range, p_spans, i_batch, o_first, num_queries, num_keys, rows_per_span, CAUSAL, HAS_RANGE,
+        PACKED, BLOCK_I, BLOCK_J,
+    )  # fmt: skip
     b_query = load_tile(d_query, i_batch, i_query_head, o_first, BLOCK_I, D)
     b_grad_out = load_tile(d_grad_out, i_batch, i_query_head, o_first, BLOCK_I, DV)
     b_reference = tl.load(p_reference + i_head.to(tl.int64) * padded_queries + o_i)

@@ -38,15 +38,15 @@ MOST_ROWS_TOGETHER = tl.constexpr(1024)
 def attention_forward(
     d_query, d_key, d_value, d_out, p_row, p_column, p_alpha, p_rho, p_wide, p_level, p_scale, p_shift, p_origin,
     p_normaliser,
-    p_mask, p_key_range, p_query_range, p_row_key, p_column_key, stride_mask_batch, stride_mask_head, stride_mask_row,
-    stride_mask_column,
+    p_mask, p_key_range, p_query_range, p_spans, p_row_key, p_column_key, stride_mask_batch, stride_mask_head,
+    stride_mask_row, stride_mask_column, rows_per_span,
     scale, threshold, keep_scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys,
     num_blocks, width, largest_ratio, lowest_sum, highest_sum, margin,
     M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, JOINED: tl.constexpr, SUM_BY_PRODUCT: tl.constexpr,
     HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_RANGE: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_LEVEL: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_RANGE: tl.constexpr, PACKED: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_LEVEL: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Write ``out [B, H, Nq, Dv]`` and ``normaliser [B, H, Nq]`` (natural logarithm, NaN where unsafe)."""
@@ -62,7 +62,6 @@ def attention_forward(
     i_kv = i_batch * num_kv_heads + i_kv_head
     o_first = i_block * BLOCK_I
     o_i = o_first + tl.arange(0, BLOCK_I)
-    causal_offset = num_keys - num_queries
 
     p_normaliser += i_head.to(tl.int64) * num_queries
     if HAS_ROW:
@@ -76,9 +75,10 @@ def attention_forward(
     if not EQUAL:
         p_scale += i_kv_head * M
 
-    first_key, end_full, end_key = visible_keys(
-        p_key_range, p_query_range, i_batch, o_first, causal_offset, num_keys, CAUSAL, HAS_RANGE, BLOCK_I, BLOCK_J
-    )
+    first_key, end_full, end_key, causal_offset = visible_keys(
+        p_key_range, p_query_range, p_spans, i_batch, o_first, num_queries, num_keys, rows_per_span, CAUSAL, HAS_RANGE,
+        PACKED, BLOCK_I, BLOCK_J,
+    )  # fmt: skip
     b_query = load_tile(d_query, i_batch, i_query_head, o_first, BLOCK_I, D)
     b_alpha = tl.zeros([BLOCK_I], tl.float32)
     b_first_row = tl.zeros([BLOCK_I], tl.float32)
@@ -150,15 +150,15 @@ def attention_forward(
 
 @triton.jit(do_not_specialize=VARYING_WITH_WIDTH, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def attention_repair(
-    p_query, p_key, p_value, p_out, p_row, p_column, p_level, p_scale, p_normaliser, p_mask, p_key_range, p_query_range,
-    p_row_key, p_column_key, stride_query_batch, stride_query_head, stride_query_token, stride_key_batch,
-    stride_key_head, stride_key_token, stride_value_batch, stride_value_head, stride_value_token, stride_out_batch,
-    stride_out_head, stride_out_token, stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column, scale,
-    threshold, keep_scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks,
-    blocks_together, width, value_width,
+    p_query, p_key, p_value, p_out, p_row, p_column, p_level, p_scale, p_normaliser, p_mask, p_key_range,
+    p_query_range, p_spans, p_row_key, p_column_key, stride_query_batch, stride_query_head, stride_query_token,
+    stride_key_batch, stride_key_head, stride_key_token, stride_value_batch, stride_value_head, stride_value_token,
+    stride_out_batch, stride_out_head, stride_out_token, stride_mask_batch, stride_mask_head, stride_mask_row,
+    stride_mask_column, rows_per_span, scale, threshold, keep_scale, num_heads, group_size, num_queries, num_keys,
+    padded_queries, padded_keys, num_blocks, blocks_together, width, value_width,
     M: tl.constexpr, SHARED: tl.constexpr, HARD: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr,
     EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr,
-    HAS_LEVEL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, HAS_LEVEL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Attend again, exactly, for the rows whose normaliser is NaN. Most programs find none and end: each looks at some
@@ -179,13 +179,13 @@ def attention_repair(
         if tl.max(b_unsafe.to(tl.int32), 0) != 0:
             _repair(
                 b_unsafe, p_query, p_key, p_value, p_out, p_row, p_column, p_level, p_scale, p_normaliser, p_mask,
-                p_key_range, p_query_range, p_row_key, p_column_key, stride_query_batch, stride_query_head,
+                p_key_range, p_query_range, p_spans, p_row_key, p_column_key, stride_query_batch, stride_query_head,
                 stride_query_token, stride_key_batch, stride_key_head, stride_key_token, stride_value_batch,
                 stride_value_head, stride_value_token, stride_out_batch, stride_out_head, stride_out_token,
-                stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column, scale, threshold, keep_scale,
-                i_block, i_head, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, width,
-                value_width,
-                M, SHARED, HARD, HAS_ROW, HAS_COLUMN, EQUAL, CAUSAL, HAS_MASK, HAS_RANGE, HAS_LEVEL, DROPOUT,
+                stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column, rows_per_span, scale,
+                threshold, keep_scale, i_block, i_head, num_heads, group_size, num_queries, num_keys, padded_queries,
+                padded_keys, width, value_width,
+                M, SHARED, HARD, HAS_ROW, HAS_COLUMN, EQUAL, CAUSAL, HAS_MASK, HAS_RANGE, PACKED, HAS_LEVEL, DROPOUT,
                 PRECISION, BLOCK_I, BLOCK_J, D, DV,
             )  # fmt: skip
 
@@ -193,14 +193,14 @@ def attention_repair(
 @triton.jit
 def _repair(
     b_unsafe, p_query, p_key, p_value, p_out, p_row, p_column, p_level, p_scale, p_normaliser, p_mask, p_key_range,
-    p_query_range, p_row_key, p_column_key, stride_query_batch, stride_query_head, stride_query_token,
+    p_query_range, p_spans, p_row_key, p_column_key, stride_query_batch, stride_query_head, stride_query_token,
     stride_key_batch, stride_key_head, stride_key_token, stride_value_batch, stride_value_head, stride_value_token,
     stride_out_batch, stride_out_head, stride_out_token, stride_mask_batch, stride_mask_head, stride_mask_row,
-    stride_mask_column, scale, threshold, keep_scale, i_block, i_head, num_heads, group_size, num_queries, num_keys,
-    padded_queries, padded_keys, width, value_width,
+    stride_mask_column, rows_per_span, scale, threshold, keep_scale, i_block, i_head, num_heads, group_size,
+    num_queries, num_keys, padded_queries, padded_keys, width, value_width,
     M: tl.constexpr, SHARED: tl.constexpr, HARD: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr,
     EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr,
-    HAS_LEVEL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, HAS_LEVEL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """One block of queries, of which the ``unsafe`` rows are written anew."""
@@ -210,7 +210,6 @@ def _repair(
     i_query_head = i_head % num_heads
     i_kv_head = i_query_head // group_size
     i_kv = i_batch * (num_heads // group_size) + i_kv_head
-    causal_offset = num_keys - num_queries
     if HAS_ROW:
         p_row += i_head.to(tl.int64) * M * padded_queries
     if HAS_COLUMN:
@@ -219,9 +218,10 @@ def _repair(
         p_mask += i_batch.to(tl.int64) * stride_mask_batch + i_query_head.to(tl.int64) * stride_mask_head
     if not EQUAL:
         p_scale += i_kv_head * M
-    first_key, _, end_key = visible_keys(
-        p_key_range, p_query_range, i_batch, o_first, causal_offset, num_keys, CAUSAL, HAS_RANGE, BLOCK_I, BLOCK_J
-    )
+    first_key, _, end_key, causal_offset = visible_keys(
+        p_key_range, p_query_range, p_spans, i_batch, o_first, num_queries, num_keys, rows_per_span, CAUSAL, HAS_RANGE,
+        PACKED, BLOCK_I, BLOCK_J,
+    )  # fmt: skip
     b_query = load_rows(
         p_query, stride_query_batch, stride_query_head, stride_query_token, i_batch, i_query_head, o_first,
         num_queries, width, BLOCK_I, D,

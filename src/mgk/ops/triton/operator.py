@@ -106,8 +106,8 @@ class _Call(TermsLayout):
     def __init__(
         self, query: Tensor, key: Tensor, value: Tensor | None, shift: Tensor | None, log_prior: Tensor | None,
         scales: Tensor | None, attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None,
-        seed: Tensor | None, scale: float, gaussian: bool, is_causal: bool, hard: bool, dropout_p: float,
-        saved: Tensor | None = None, pairs_are_left: bool = False,
+        seed: Tensor | None, query_spans: Tensor | None, key_spans: Tensor | None, scale: float, gaussian: bool,
+        is_causal: bool, hard: bool, dropout_p: float, saved: Tensor | None = None, pairs_are_left: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(query, key, shift, log_prior, scales, key_mask, gaussian, hard)
         self.query, self.key = aligned(query), aligned(key.flatten(1, 2))
@@ -121,7 +121,8 @@ class _Call(TermsLayout):
 
         shared = shift is not None or self.components == 1
         self.key_range = self.query_range = None
-        if key_mask is not None or query_mask is not None:
+        # Packed sequences have spans instead, each its own.
+        if query_spans is None and (key_mask is not None or query_mask is not None):
             self.key_range = valid_range(key_mask, self.batch, self.keys, query)
             self.query_range = valid_range(query_mask, self.batch, self.queries, query)
         self.row_key = self.column_key = None
@@ -138,6 +139,7 @@ class _Call(TermsLayout):
             "CAUSAL": is_causal,
             "HAS_MASK": attn_mask is not None,
             "HAS_RANGE": self.key_range is not None,
+            "PACKED": query_spans is not None,
             "HAS_LEVEL": self.has_level,
             "DROPOUT": seed is not None,
             "PRECISION": "ieee",
@@ -334,7 +336,8 @@ def _by_token(like: Tensor, heads: int, length: int, width: int) -> Tensor:
 def _run_forward(
     query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
     attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None,
-    scale: float, gaussian: bool, is_causal: bool, hard: bool, dropout_p: float,
+    query_spans: Tensor | None, key_spans: Tensor | None, scale: float, gaussian: bool, is_causal: bool, hard: bool,
+    dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Attention and its row normaliser, without the term in ``|q_i|^2`` where all variances agree.
 
@@ -349,6 +352,10 @@ def _run_forward(
         key_mask: bool ``[B, Nk]``.
         query_mask: bool ``[B, Nq]``: which blocks of queries can be left out.
         seed: int64 ``[1]``, for dropout.
+        query_spans: int32 ``[Nq / PADDING, 3]``: several sequences lie one after the other (and B is 1), each from a
+            multiple of ``PADDING`` on. For every so many queries: the first key of their sequence, one past its last,
+            and what to add to a query for the last key that it sees under causality.
+        key_spans: the same for keys: first query, one past the last, and the same difference.
         scale: ``1 / variance``.
         gaussian: whether the similarity is a distance.
         is_causal: aligned bottom-right.
@@ -361,15 +368,16 @@ def _run_forward(
     with _on_device(query):
         # The forward kernel makes the rows of a pair itself.
         call = _Call(
-            query, key, value, shift, log_prior, scales, attn_mask, key_mask, query_mask, seed, scale, gaussian,
-            is_causal, hard, dropout_p, pairs_are_left=True,
+            query, key, value, shift, log_prior, scales, attn_mask, key_mask, query_mask, seed, query_spans,
+            key_spans, scale, gaussian, is_causal, hard, dropout_p, pairs_are_left=True,
         )  # fmt: skip
         assert call.value is not None
         values = call.value
         out = _by_token(query, call.heads, call.queries, _aligned_width(value))
         normaliser = call._new(*query.shape[:-1])
         widths = {"D": block_width(call.query.shape[-1]), "DV": block_width(values.shape[-1])}
-        masks = (attn_mask, call.key_range, call.query_range, call.row_key, call.column_key, *call.mask_strides)
+        masks = (attn_mask, call.key_range, call.query_range, query_spans, call.row_key, call.column_key)
+        strides = (*call.mask_strides, PADDING)
         sizes = (
             call.heads,
             call.heads // call.kv_heads,
@@ -394,7 +402,7 @@ def _run_forward(
                 (
                     descriptor(call.query, tile.rows), descriptor(call.key, tile.columns, 2 if call.joined else 1),
                     descriptor(values, tile.columns), descriptor(out, tile.rows), call.row, call.column, call.alpha,
-                    call.rho, call.wide, call.level, call.scales, call.shift, call.origin, normaliser, *masks,
+                    call.rho, call.wide, call.level, call.scales, call.shift, call.origin, normaliser, *masks, *strides,
                     *scalars, *sizes,
                     blocks, call.width, *call.limits[:4],
                 ),
@@ -415,9 +423,9 @@ def _run_forward(
             _blocks(blocks, together) * call.batch * call.heads,
             (
                 call.query, call.key, values, out, call.row, call.column, call.level, call.scales, normaliser,
-                *masks[:5],
+                *masks,
                 *call.query.stride()[:3], *call.key.stride()[:3], *values.stride()[:3], *out.stride()[:3],
-                *call.mask_strides, *scalars, *sizes, blocks, together, call.width, value.shape[-1],
+                *strides, *scalars, *sizes, blocks, together, call.width, value.shape[-1],
             ),
             {**call.options, **widths, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
             tile,
@@ -428,9 +436,9 @@ def _run_forward(
 def _run_backward(
     grad_out: Tensor, grad_normaliser: Tensor | None, out: Tensor, normaliser: Tensor, terms: Tensor, query: Tensor,
     key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
-    attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None, scale: float,
-    gaussian: bool,
-    is_causal: bool, hard: bool, dropout_p: float,
+    attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None,
+    query_spans: Tensor | None, key_spans: Tensor | None, scale: float, gaussian: bool, is_causal: bool, hard: bool,
+    dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key, value, shift, log_prior and scales (the last three empty where there is no input).
 
@@ -438,8 +446,8 @@ def _run_backward(
     """
     with _on_device(query):
         call = _Call(
-            query, key, value, shift, log_prior, scales, attn_mask, key_mask, query_mask, seed, scale, gaussian,
-            is_causal, hard, dropout_p, terms,
+            query, key, value, shift, log_prior, scales, attn_mask, key_mask, query_mask, seed, query_spans,
+            key_spans, scale, gaussian, is_causal, hard, dropout_p, terms,
         )  # fmt: skip
         assert call.value is not None
         values, components = call.value, call.components
@@ -466,7 +474,8 @@ def _run_backward(
         options = {**call.options, **widths, "GAUSSIAN": gaussian, "HAS_SHIFT": shift is not None}
         options |= {"PAIRED": call.paired, "HAS_ORIGIN": call.origin is not None}
         options |= {"HAS_GRAD_NORMALISER": grad_normaliser is not None}
-        masks = (attn_mask, call.key_range, call.query_range, call.row_key, call.column_key, *call.mask_strides)
+        masks = (call.row_key, call.column_key, *call.mask_strides, PADDING)
+        ranges = (attn_mask, call.key_range, call.query_range)
         scalars = (call.scale, scale, call.threshold, call.keep_scale)
         group_size = call.heads // call.kv_heads
         sizes = (call.heads, group_size, call.queries, call.keys, call.padded_queries, call.padded_keys)
@@ -502,7 +511,7 @@ def _run_backward(
                 descriptor(values, tile.columns), descriptor(grad_out, tile.rows), descriptor(grad_key, tile.columns),
                 descriptor(grad_value, tile.columns), call.row, call.column,
             )  # fmt: skip
-            numbers = (*masks, *scalars, *sizes, blocks)
+            numbers = (*ranges, key_spans, *masks, *scalars, *sizes, blocks)
             own = {**options, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns}
             programs = blocks * call.batch * call.kv_heads
             if two_keys:
@@ -528,7 +537,7 @@ def _run_backward(
                     descriptor(values, tile.columns), descriptor(grad_out, tile.rows),
                     descriptor(grad_query, tile.rows), call.row, call.column, call.alpha, call.rho, call.scales,
                     reference, delta, grad_normaliser, call.wide, call.shift, grad_row, query_shares, call.origin,
-                    *masks,
+                    *ranges, query_spans, *masks,
                     *scalars, *sizes, blocks, call.width,
                 ),
                 {**options, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
@@ -627,8 +636,8 @@ def fused_responsibilities(
     """``sum over visible (i, j) of p(r | i, j)``, ``[Hkv, M]``."""
     with _on_device(query):
         call = _Call(
-            query, key, None, shift, log_prior, scales, attn_mask, key_mask, None, None, scale, gaussian, is_causal,
-            False, 0.0,
+            query, key, None, shift, log_prior, scales, attn_mask, key_mask, None, None, None, None, scale,
+            gaussian, is_causal, False, 0.0,
         )  # fmt: skip
         tile = call.tile("query")
         blocks = _blocks(call.queries, tile.rows)
@@ -659,7 +668,8 @@ def fused_responsibilities(
 def _(
     query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
     attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None,
-    scale: float, gaussian: bool, is_causal: bool, hard: bool, dropout_p: float,
+    query_spans: Tensor | None, key_spans: Tensor | None, scale: float, gaussian: bool, is_causal: bool, hard: bool,
+    dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     out = _by_token(query, query.shape[1], query.shape[2], value.shape[-1])
     if value.shape[-1] * value.element_size() % 16 != 0:
@@ -687,8 +697,8 @@ def _(query: Tensor, key: Tensor, shift: Tensor | None, *_: Any) -> Tensor:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output, *inputs[:10])
-    ctx.options = inputs[10:]
+    ctx.save_for_backward(*output, *inputs[:12])
+    ctx.options = inputs[12:]
     ctx.set_materialize_grads(False)
 
 
@@ -702,7 +712,7 @@ def _backward(
     run = _run_backward if is_unwatched(grad_out) and not torch.is_grad_enabled() else fused_attention_backward
     grad_query, grad_key, grad_value, *extra = run(grad_out, grad_normaliser, *saved, *ctx.options)
     extra = [None if tensor is None else grad.to(tensor.dtype) for tensor, grad in zip(saved[6:9], extra, strict=True)]
-    return grad_query, grad_key, grad_value, *extra, *[None] * 9
+    return grad_query, grad_key, grad_value, *extra, *[None] * 11
 
 
 def _refuse_second_order(ctx: Any, *grads: Tensor) -> None:
@@ -761,7 +771,7 @@ def _visible_pairs(query_shape: Any, num_keys: int, is_causal: bool) -> int:
 def _forward_flops(query_shape: Any, key_shape: Any, value_shape: Any, *args: Any, **_: Any) -> int:
     """One product of query and key for each key tensor, one of weights and values. Pairs behind the diagonal are not
     counted; those behind other masks are, since their number depends on data."""
-    is_causal = bool(args[9])
+    is_causal = bool(args[11])
     pairs = _visible_pairs(query_shape, key_shape[3], is_causal)
     return 2 * pairs * (key_shape[2] * query_shape[3] + value_shape[3])
 
@@ -772,6 +782,6 @@ def _backward_flops(
     query_shape: Any, key_shape: Any, value_shape: Any, *args: Any, **_: Any,
 ) -> int:  # fmt: skip
     """Both kernels compute logits and weight gradients; then come dv and dk, and dq."""
-    is_causal = bool(args[9])
+    is_causal = bool(args[11])
     pairs = _visible_pairs(query_shape, key_shape[3], is_causal)
     return 2 * pairs * (4 * key_shape[2] * query_shape[3] + 3 * value_shape[3])

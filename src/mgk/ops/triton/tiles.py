@@ -14,6 +14,7 @@ import triton.language as tl
 _TENSORS = ("query", "key", "value", "out", "grad")
 VARYING = [
     "num_queries", "num_keys", "num_blocks", "num_row_programs", "blocks_together", "num_heads", "group_size",
+    "rows_per_span",
     "threshold",
     *(f"stride_{tensor}_{axis}" for tensor in _TENSORS for axis in ("batch", "head", "token")),
     *(f"stride_prior_{axis}" for axis in ("head", "component", "token")),
@@ -117,12 +118,14 @@ def mark_wide(p_wide, i_kv, b_ratio):
 
 @triton.jit
 def visible_keys(
-    p_key_range, p_query_range, i_batch, o_first, causal_offset, num_keys, CAUSAL: tl.constexpr,
-    HAS_RANGE: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
+    p_key_range, p_query_range, p_spans, i_batch, o_first, num_queries, num_keys, rows_per_span, CAUSAL: tl.constexpr,
+    HAS_RANGE: tl.constexpr, PACKED: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """``first, full, end``: a block of queries sees keys ``first ... end``; up to ``full`` every row sees all."""
+    """``first, full, end, offset``: a block of queries sees keys ``first ... end``; up to ``full`` every row sees all.
+    Under causality query i sees keys up to ``i + offset``."""
     first_key = 0
     end_key = num_keys
+    causal_offset = num_keys - num_queries
     if HAS_RANGE:
         first_key = tl.load(p_key_range + 2 * i_batch) // BLOCK_J * BLOCK_J
         end_key = tl.load(p_key_range + 2 * i_batch + 1)
@@ -130,22 +133,30 @@ def visible_keys(
         end_query = tl.load(p_query_range + 2 * i_batch + 1)
         if (o_first >= end_query) | (o_first + BLOCK_I <= first_query):
             end_key = 0
+    if PACKED:
+        # No block holds tokens of two sequences.
+        p_spans += 3 * (o_first // rows_per_span)
+        first_key = tl.load(p_spans)
+        end_key = tl.load(p_spans + 1)
+        causal_offset = tl.load(p_spans + 2)
     end_full = end_key
     if CAUSAL:
         end_key = tl.maximum(tl.minimum(end_key, o_first + BLOCK_I + causal_offset), 0)
         end_full = tl.maximum(o_first + causal_offset + 1, 0) // BLOCK_J * BLOCK_J
         end_full = tl.maximum(tl.minimum(end_full, end_key // BLOCK_J * BLOCK_J), first_key)
-    return first_key, end_full, end_key
+    return first_key, end_full, end_key, causal_offset
 
 
 @triton.jit
 def visible_queries(
-    p_key_range, p_query_range, i_batch, o_first, causal_offset, num_queries, CAUSAL: tl.constexpr,
-    HAS_RANGE: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
+    p_key_range, p_query_range, p_spans, i_batch, o_first, num_queries, num_keys, rows_per_span, CAUSAL: tl.constexpr,
+    HAS_RANGE: tl.constexpr, PACKED: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """``first, full, end``: queries ``first ... end`` see something of a block of keys; from ``full`` on, all of it."""
+    """``first, full, end, offset``: queries ``first ... end`` see something of a block of keys; from ``full`` on, all.
+    Under causality query i sees keys up to ``i + offset``."""
     first_query = 0
     end_query = num_queries
+    causal_offset = num_keys - num_queries
     if HAS_RANGE:
         first_query = tl.load(p_query_range + 2 * i_batch) // BLOCK_I * BLOCK_I
         end_query = tl.load(p_query_range + 2 * i_batch + 1)
@@ -153,6 +164,11 @@ def visible_queries(
         end_key = tl.load(p_key_range + 2 * i_batch + 1)
         if (o_first >= end_key) | (o_first + BLOCK_J <= first_key):
             end_query = 0
+    if PACKED:
+        p_spans += 3 * (o_first // rows_per_span)
+        first_query = tl.load(p_spans)
+        end_query = tl.load(p_spans + 1)
+        causal_offset = tl.load(p_spans + 2)
     first_full = first_query
     if CAUSAL:
         diagonal = tl.maximum(o_first - causal_offset, 0)
@@ -160,7 +176,7 @@ def visible_queries(
         first_full = tl.maximum(o_first + BLOCK_J - 1 - causal_offset, 0)
         first_full = tl.maximum((first_full + BLOCK_I - 1) // BLOCK_I * BLOCK_I, first_query)
         first_full = tl.minimum(first_full, tl.maximum((end_query + BLOCK_I - 1) // BLOCK_I * BLOCK_I, first_query))
-    return first_query, first_full, end_query
+    return first_query, first_full, end_query, causal_offset
 
 
 @triton.jit
