@@ -1,0 +1,128 @@
+"""Packed sequences in the fused kernels: P14, P17, P18 of packed tokens, whose blocks each belong to one sequence."""
+
+import pytest
+import torch
+from cases import KINDS, OUTPUT_CAP
+from triton_cases import (
+    BACKEND,
+    BRIEF_DTYPES,
+    FLOAT32,
+    GRADIENT_CAP,
+    INTERPRETED,
+    ONE_DTYPE,
+    PARAMETER_CAP,
+    TOKENS,
+    error_of,
+    exactly,
+    rms,
+)  # fmt: skip
+
+from packed_cases import KEY_LENGTHS, attend_packed, attend_padded, make_packed, with_gradients
+
+OPTIONS = [
+    {},
+    {"is_causal": True},
+    {"assignment": "hard", "is_causal": True},
+    {"similarity": "dot"},
+    {"variance": "component"},
+    {"prior": "position", "is_causal": True},
+    {"masked": True, "is_causal": True},
+    {"key_lengths": KEY_LENGTHS},
+    {"key_lengths": KEY_LENGTHS, "is_causal": True},
+    {"heads": 4, "kv_heads": 2, "components": 3},
+    {"components": 1, "prior": None},
+    {"dim": 13, "value_dim": 5},
+]
+
+every_kind = pytest.mark.parametrize("kind", KINDS)
+brief_dtypes = pytest.mark.parametrize("dtype", BRIEF_DTYPES, ids=str)
+
+
+@every_kind
+@brief_dtypes
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_packed_is_padded(kind, dtype, options, device):
+    """P14: against fp64, sequence by sequence."""
+    inputs = make_packed(kind=kind, dtype=dtype, device=device, **options)
+    grad = torch.randn(len(inputs["query"]), inputs["query"].shape[1], inputs["value"].shape[-1], device=device)
+    grad = grad.to(dtype)
+    out, gradients = with_gradients(attend_packed, inputs, BACKEND, grad)
+    expected, expected_gradients = with_gradients(attend_padded, exactly(inputs), "reference", grad.double())
+    assert error_of(out, expected) <= OUTPUT_CAP[dtype]
+    floor = 0.1 * rms(expected_gradients["value"])
+    hard = options.get("assignment") == "hard"
+    for name, gradient in gradients.items():
+        cap = GRADIENT_CAP[dtype] if name in TOKENS else PARAMETER_CAP[dtype]
+        cap = max(cap, 2e-2) if hard and name != "value" else cap
+        assert error_of(gradient, expected_gradients[name].double(), floor) <= cap, name
+
+
+@every_kind
+def test_packed_is_fused_one_by_one(kind, device):
+    """P14: nothing but rounding differs between one call and one for each sequence."""
+    inputs = make_packed(kind=kind, dtype=ONE_DTYPE, device=device, is_causal=True)
+    out, expected = attend_packed(inputs, BACKEND), attend_padded(inputs, BACKEND)
+    assert error_of(out, expected.double()) <= (1e-6 if ONE_DTYPE == FLOAT32 else OUTPUT_CAP[ONE_DTYPE])
+
+
+@every_kind
+@pytest.mark.parametrize("poison", [30.0, float("nan")])
+def test_a_sequence_does_not_know_the_others(kind, poison, device):
+    """P18: NaN, infinity and far tokens of one sequence stay there, forward and backward."""
+    inputs = make_packed(kind=kind, dtype=ONE_DTYPE, device=device)
+    grad = torch.randn(len(inputs["query"]), 2, 8, device=device).to(ONE_DTYPE)
+    out, gradients = with_gradients(attend_packed, inputs, BACKEND, grad)
+    poisoned = {name: value.clone() if name in TOKENS else value for name, value in inputs.items()}
+    for name in TOKENS:
+        poisoned[name][45:78] = poison
+    got, got_gradients = with_gradients(attend_packed, poisoned, BACKEND, grad)
+    others = torch.ones(len(out), dtype=torch.bool, device=device)
+    others[45:78] = False
+    assert torch.equal(got[others], out[others])
+    # Where two shifted keys lie too far apart for some token of a head, backward takes its longer way for all of them.
+    tolerance = 0.0 if kind == "projected" else GRADIENT_CAP[ONE_DTYPE]
+    for name in TOKENS:
+        assert error_of(got_gradients[name][others], gradients[name][others].double()) <= tolerance, name
+
+
+@pytest.mark.parametrize("lengths", [(0,), (3, 0), (0, 3), (1, 1, 1, 1), (16, 16), (15, 17, 0, 32)], ids=str)
+def test_lengths_around_a_block(lengths, device):
+    inputs = make_packed(lengths=lengths, dtype=ONE_DTYPE, device=device)
+    out = attend_packed(inputs, BACKEND)
+    expected = attend_padded(exactly(inputs), "reference")
+    assert out.shape == expected.shape
+    if len(out):
+        assert error_of(out, expected) <= 2 * OUTPUT_CAP[ONE_DTYPE]
+
+
+def test_queries_without_keys_are_zero(device):
+    """P17: output and gradient."""
+    inputs = make_packed(lengths=(4, 3), key_lengths=(0, 5), dtype=ONE_DTYPE, device=device)
+    out, gradients = with_gradients(attend_packed, inputs, BACKEND, torch.ones(7, 2, 8, device=device))
+    assert (out[:4] == 0).all()
+    assert (gradients["query"][:4] == 0).all()
+    assert (out[4:] != 0).all()
+
+
+def test_dropout_keeps_what_it_keeps(device):
+    """P23: the same pairs forward and backward, and no pair of two sequences."""
+    inputs = make_packed(lengths=(20, 30), dtype=ONE_DTYPE, device=device, dropout_p=0.4, prior=None)
+    inputs["value"] = torch.eye(50, 8, device=device, dtype=ONE_DTYPE)[:, None]
+    torch.manual_seed(3)
+    out = attend_packed(inputs, BACKEND)
+    torch.manual_seed(3)
+    assert torch.equal(attend_packed(inputs, BACKEND), out)
+    assert (out[20:] == 0).all()
+    assert 0.3 < float((out[:20] == 0).double().mean()) < 0.5
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter cannot be traced")
+@every_kind
+def test_compiled_is_eager(kind, device):
+    """One graph for any lengths: nothing asks the device how long a sequence is."""
+    inputs = make_packed(kind=kind, dtype=ONE_DTYPE, device=device)
+    compiled = torch.compile(lambda inputs: attend_packed(inputs, BACKEND), fullgraph=True, dynamic=True)
+    for lengths in ((5, 0, 40, 33, 1, 17), (1, 30, 20, 20, 20, 5)):
+        other = make_packed(kind=kind, dtype=ONE_DTYPE, device=device, lengths=lengths)
+        case = {**inputs, "cu_seqlens_q": other["cu_seqlens_q"], "cu_seqlens_k": other["cu_seqlens_k"]}
+        assert torch.equal(compiled(case), attend_packed(case, BACKEND))
