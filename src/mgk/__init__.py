@@ -9,6 +9,7 @@ from mgk.ops import (
     mixture_attention_varlen,
     mixture_log_density,
     mixture_responsibilities,
+    mixture_responsibilities_varlen,
     mixture_weights,
 )
 
@@ -33,6 +34,7 @@ __all__ = [
     "mixture_attention_varlen",
     "mixture_log_density",
     "mixture_responsibilities",
+    "mixture_responsibilities_varlen",
     "mixture_weights",
     "models",
     "recipes",

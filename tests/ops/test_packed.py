@@ -157,6 +157,31 @@ def test_an_unknown_backend():
         attend_packed(make_packed(), "cuda")
 
 
+@pytest.mark.parametrize("backend", ["reference", "chunked", "auto"])
+@every_kind
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "masked": True}, {"key_lengths": KEY_LENGTHS}], ids=str)
+def test_responsibilities_add_up_over_sequences(backend, kind, options, device):
+    """P14 of the E-step: the same as over all pairs of which both tokens lie in one sequence."""
+    inputs = make_packed(kind=kind, device=device, **options)
+    inputs.pop("value")
+    query, key, mask, query_mask = (inputs.pop(name, None) for name in ("query", "key", "key_mask", "query_mask"))
+    bounds, key_bounds = inputs.pop("cu_seqlens_q"), inputs.pop("cu_seqlens_k")
+    got = mgk.mixture_responsibilities_varlen(
+        query, key, cu_seqlens_q=bounds, cu_seqlens_k=key_bounds, key_mask=mask, query_mask=query_mask,
+        backend=backend, **inputs,
+    )  # fmt: skip
+    total = 0.0
+    for first, end, first_key, end_key in zip(bounds[:-1], bounds[1:], key_bounds[:-1], key_bounds[1:], strict=True):
+        if end > first and end_key > first_key:
+            total = total + mgk.mixture_responsibilities(
+                query[first:end].movedim(0, -2)[None], key[first_key:end_key].movedim(0, -2)[None],
+                key_mask=None if mask is None else mask[None, first_key:end_key],
+                query_mask=None if mask is None else query_mask[None, first:end],
+                backend="reference", reduction="sum", **inputs,
+            )  # fmt: skip
+    assert relative_error(got, total / total.sum(dim=1, keepdim=True)) <= 1e-10
+
+
 @pytest.mark.gpu
 def test_boundaries_on_another_device():
     """Bad input 15."""

@@ -105,6 +105,7 @@ def call(configuration):
     )  # fmt: skip
     results = operator._run_forward(*tensors, *options)
     operator._run_backward(torch.empty_like(results[0]), None, *results, *tensors, *options)
+    operator.fused_responsibilities(query, key, *tensors[3:9], spans, *options[:3])
 
 
 def in_half_precision(preset, width=64):
@@ -142,7 +143,13 @@ def translate(kernel, arguments, constants, tile):
 @pytest.mark.parametrize("configuration", [*CONFIGURATIONS, *map(in_half_precision, PRESETS)], ids=str)
 def test_every_kernel_translates(configuration, started):
     call(configuration)
-    assert {kernel.__name__ for kernel, *_ in started} >= {"attention_forward", "attention_repair", "attention_delta"}
+    assert {kernel.__name__ for kernel, *_ in started} >= {
+        "attention_forward",
+        "attention_repair",
+        "attention_delta",
+        "attention_backward_query",
+        "responsibilities",
+    }
     for kernel, arguments, constants, tile in started:
         assert "tt.func public" in str(translate(kernel, arguments, constants, tile))
 

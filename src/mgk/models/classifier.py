@@ -12,6 +12,7 @@ from mgk.models.configuration import MGKConfig
 from mgk.models.loss import cross_entropy, mean_loss
 from mgk.models.model import MGKModel
 from mgk.models.pretrained import ForwardOptions, MGKPreTrainedModel
+from mgk.ops.packed import sequence_of_tokens
 
 
 def mean_over_tokens(hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -27,6 +28,26 @@ def mean_over_tokens(hidden_states: Tensor, attention_mask: Tensor | None) -> Te
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     total = hidden_states.masked_fill(~valid, 0.0).sum(dim=1, dtype=dtype)
     return (total / valid.sum(dim=1).clamp(min=1)).to(hidden_states.dtype)
+
+
+def mean_over_sequences(hidden_states: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Mean over the tokens of each packed sequence, ``[1, T, d]`` to ``[S, d]``. A sequence without tokens is 0.
+
+    A product with a matrix of zeros and ones: sums in a fixed order, forward and backward.
+    """
+    sequence = sequence_of_tokens(cu_seqlens, hidden_states.shape[1])
+    number = torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device)
+    dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        total = (sequence[None, :] == number[:, None]).to(dtype) @ hidden_states[0].to(dtype)
+    return (total / cu_seqlens.diff().clamp(min=1)[:, None]).to(hidden_states.dtype)
+
+
+def pool(hidden_states: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """The mean of each sequence, padded or packed."""
+    if cu_seqlens is not None:
+        return mean_over_sequences(hidden_states, cu_seqlens)
+    return mean_over_tokens(hidden_states, attention_mask)
 
 
 class ClassificationHead(nn.Module):
@@ -84,13 +105,14 @@ class MGKForSequenceClassification(MGKPreTrainedModel):
     ) -> SequenceClassifierOutput:
         """Logits ``[B, num_labels]``, and the loss where ``labels [B]`` are given.
 
-        The other arguments are those of :meth:`MGKModel.forward`.
+        The other arguments are those of :meth:`MGKModel.forward`. With ``cu_seq_lens_q`` there is one row of logits,
+        and one label, for each packed sequence.
         """
         outputs = self.model(
             input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,
             **{**kwargs, "use_cache": False},
         )  # fmt: skip
-        logits = self.classifier(mean_over_tokens(outputs.last_hidden_state, attention_mask))
+        logits = self.classifier(pool(outputs.last_hidden_state, attention_mask, kwargs.get("cu_seq_lens_q")))
         loss = None if labels is None else classification_loss(self.config, logits, labels, num_items_in_batch)
         return SequenceClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions

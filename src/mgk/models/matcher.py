@@ -1,13 +1,13 @@
 """Classification of a pair of sequences: the Long Range Arena Retrieval model."""
 
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
-from mgk.models.classifier import ClassificationHead, classification_loss, mean_over_tokens
+from mgk.models.classifier import ClassificationHead, classification_loss, pool
 from mgk.models.configuration import MGKConfig
 from mgk.models.model import MGKModel
 from mgk.models.pretrained import ForwardOptions, MGKPreTrainedModel
@@ -34,23 +34,29 @@ class MGKForSequencePairClassification(MGKPreTrainedModel):
         pair_inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
+        pair_cu_seq_lens_q: Tensor | None = None,
         **kwargs: Unpack[ForwardOptions],
     ) -> SequenceClassifierOutput:
         """Logits ``[B, num_labels]``, and the loss where ``labels [B]`` are given.
 
         ``input_ids [B, N]`` and ``pair_input_ids [B, N']`` are the two sequences, each with its mask, or the two
         ``inputs_embeds``. States and attentions in the output are those of the first; ``model.model`` has the other's.
+        Packed, each of the two has its own ``cu_seq_lens_q``, with as many sequences as the other.
         """
         if (pair_input_ids is None) == (pair_inputs_embeds is None):
             got = "neither" if pair_input_ids is None else "both"
             raise ValueError(f"exactly one of pair_input_ids and pair_inputs_embeds must be given, got {got}")
-        options = {**kwargs, "use_cache": False}
+        options: dict[str, Any] = {**kwargs, "use_cache": False}
+        bounds = options.get("cu_seq_lens_q")
         first = self.model(input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **options)
+        options["cu_seq_lens_q"] = pair_cu_seq_lens_q
         second = self.model(
             pair_input_ids, attention_mask=pair_attention_mask, inputs_embeds=pair_inputs_embeds, **options
         )
-        a = mean_over_tokens(first.last_hidden_state, attention_mask)
-        b = mean_over_tokens(second.last_hidden_state, pair_attention_mask)
+        a = pool(first.last_hidden_state, attention_mask, bounds)
+        b = pool(second.last_hidden_state, pair_attention_mask, pair_cu_seq_lens_q)
+        if len(a) != len(b):
+            raise ValueError(f"both sides must have as many sequences, got {len(a)} and {len(b)}")
         logits = self.classifier(torch.cat([a, b, a * b, a - b], dim=-1))
         loss = None if labels is None else classification_loss(self.config, logits, labels, num_items_in_batch)
         return SequenceClassifierOutput(

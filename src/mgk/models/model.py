@@ -15,7 +15,15 @@ from mgk.models.configuration import MGKConfig
 from mgk.models.layer import MGKLayer, build_norm
 from mgk.models.positions import RotaryEmbedding, Rotation, build_positions
 from mgk.models.pretrained import MGKPreTrainedModel, check_token_ids
-from mgk.models.visibility import Visibility, padding_mask, past_length, self_visibility, token_positions
+from mgk.models.visibility import (
+    Visibility,
+    packed_positions,
+    packed_visibility,
+    padding_mask,
+    past_length,
+    self_visibility,
+    token_positions,
+)
 
 
 class MGKModel(MGKPreTrainedModel):
@@ -72,6 +80,7 @@ class MGKModel(MGKPreTrainedModel):
         use_cache: bool | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """Run the stack.
@@ -88,6 +97,9 @@ class MGKModel(MGKPreTrainedModel):
             use_cache: whether to fill a cache; a new one unless ``past_key_values`` is given.
             output_attentions: whether to return the weights of every layer, which materialises them.
             output_hidden_states: whether to return the states between layers.
+            cu_seq_lens_q: int32 ``[S + 1]``: B is 1, and S sequences are packed one after the other, without padding.
+                What ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` of transformers gives; the other
+                numbers that it gives are not needed.
         """
         if (input_ids is None) == (inputs_embeds is None):
             names = f"{self.input_prefix}input_ids and {self.input_prefix}inputs_embeds"
@@ -111,12 +123,19 @@ class MGKModel(MGKPreTrainedModel):
             output_attentions = bool(self.config.output_attentions)
         if not self.is_causal:
             past_key_values = None
-        elif use_cache and past_key_values is None:
+        elif use_cache and past_key_values is None and cu_seq_lens_q is None:
             past_key_values = DynamicCache(config=self.config)
 
-        visibility = self_visibility(
-            attention_mask, position_ids, past_key_values, batch_size, num_queries, self.is_causal
-        )
+        if cu_seq_lens_q is not None:
+            visibility = packed_visibility(
+                cu_seq_lens_q, inputs_embeds, attention_mask, past_key_values, self.is_causal
+            )
+            if position_ids is None:
+                position_ids = packed_positions(cu_seq_lens_q, num_queries)
+        else:
+            visibility = self_visibility(
+                attention_mask, position_ids, past_key_values, batch_size, num_queries, self.is_causal
+            )
         if position_ids is None:
             past = past_length(past_key_values)
             position_ids = token_positions(attention_mask, past, num_queries, inputs_embeds.device)

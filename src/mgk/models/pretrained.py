@@ -33,6 +33,8 @@ class ForwardOptions(TypedDict, total=False):
     """Return the states between layers."""
     return_dict: bool
     """False for a plain tuple."""
+    cu_seq_lens_q: Tensor | None
+    """Where sequences packed into one row begin: see :meth:`MGKModel.forward`."""
 
 
 class MGKPreTrainedModel(PreTrainedModel):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from mgk.ops.packed import check_boundaries, sequence_of_tokens
 from mgk.ops.validation import is_traced, may_inspect_values
 
 # A number to add to logits that is no bias but means "do not attend": the least of fp16, and anything below.
@@ -26,6 +27,8 @@ class Visibility(NamedTuple):
     is_causal: bool = False
     length: int | None = None
     """How many of the keys that come out of the cache are used, from the first on; ``None``: all."""
+    cu_seqlens: Tensor | None = None
+    """int32 ``[S + 1]``: where sequences packed into one row begin, and where the last one ends"""
 
 
 def past_length(cache: Cache | None) -> int | Tensor:
@@ -99,6 +102,26 @@ def self_visibility(
     key_mask = padding_mask("attention_mask", attention_mask, (batch_size, num_keys))
     query_mask = key_mask if past == 0 else None
     return Visibility(key_mask, query_mask, None, is_causal, num_keys)
+
+
+def packed_visibility(
+    cu_seqlens: Tensor, tokens: Tensor, attention_mask: Tensor | None, cache: Cache | None, is_causal: bool
+) -> Visibility:
+    """Sequences packed into one row of ``tokens [1, T, d]``, which do not see each other."""
+    if len(tokens) != 1:
+        raise ValueError(f"packed sequences must lie in one row, got {len(tokens)} rows beside cu_seq_lens_q")
+    check_boundaries("cu_seq_lens_q", cu_seqlens, tokens[0])
+    if attention_mask is not None:
+        raise ValueError("packed sequences have no padding, got attention_mask beside cu_seq_lens_q")
+    if cache is not None:
+        raise ValueError("packed sequences cannot be cached, got past_key_values or use_cache beside cu_seq_lens_q")
+    return Visibility(is_causal=is_causal, cu_seqlens=cu_seqlens)
+
+
+def packed_positions(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """``[1, T]``: tokens counted from the first of their sequence."""
+    start = cu_seqlens[:-1].long()[sequence_of_tokens(cu_seqlens, num_tokens)]
+    return (torch.arange(num_tokens, device=cu_seqlens.device) - start)[None]
 
 
 def _packed_pairs(position_ids: Tensor) -> Tensor | None:

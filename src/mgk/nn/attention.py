@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from mgk.nn.keys import ProjectedKeys, ShiftedKeys
 from mgk.nn.prior import EMPrior, LearnedPrior, UniformPrior
 from mgk.nn.variance import FixedVariance, LearnedVariance
-from mgk.ops import mixture_attention, mixture_weights
+from mgk.ops import mixture_attention, mixture_attention_varlen, mixture_weights
 from mgk.ops.attention import BACKENDS
+from mgk.ops.packed import pairs_within_sequences
 from mgk.ops.validation import ASSIGNMENTS, SIMILARITIES, check_choice
 
 KEYS = ("projected", "shifted")
@@ -156,6 +157,8 @@ class MixtureAttention(nn.Module):
         query_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
         is_causal: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -168,6 +171,9 @@ class MixtureAttention(nn.Module):
                 the bias of ``out_proj``.
             attn_mask: bool, broadcastable to ``[B, H, Nq, Nk]``, True = attend.
             is_causal: for this call only, instead of the layer's own setting.
+            cu_seqlens: int32 ``[S + 1]``: B is 1, and sequences that do not see each other are packed one after the
+                other, as in :func:`mgk.mixture_attention_varlen`.
+            cu_seqlens_k: those of ``key``, where they differ.
 
         Returns:
             ``[B, Nq, embed_dim]``.
@@ -180,7 +186,7 @@ class MixtureAttention(nn.Module):
         return self.attend(
             q, k, self.project_value(value), shift=shift, key_mask=key_mask,
             query_mask=query_mask, attn_mask=attn_mask, is_causal=self.is_causal if is_causal is None else is_causal,
-            is_self_attention=is_self_attention,
+            is_self_attention=is_self_attention, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k,
         )[0]  # fmt: skip
 
     def attention_weights(
@@ -240,6 +246,8 @@ class MixtureAttention(nn.Module):
         is_causal: bool,
         is_self_attention: bool,
         need_weights: bool = False,
+        cu_seqlens: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend with what has been projected, and project back.
 
@@ -261,6 +269,17 @@ class MixtureAttention(nn.Module):
             "attn_mask": attn_mask,
         }
         dropout, weights = self.dropout if self.training else 0.0, None
+        if cu_seqlens is not None:
+            if attn_mask is not None:
+                raise ValueError("packed sequences take no attn_mask, got cu_seqlens and attn_mask")
+            if len(q) != 1:
+                raise ValueError(f"packed sequences must lie in one row, [1, T, {self.embed_dim}], got {len(q)} rows")
+            if need_weights:
+                # Every pair is written out anyway.
+                visible["attn_mask"] = pairs_within_sequences(cu_seqlens, cu_seqlens_k, q.shape[2], k.shape[-2])
+            else:
+                out = self._attend_packed(q, k, v, cu_seqlens, cu_seqlens_k, dropout, mixture, visible)
+                return self.out_proj(out), None
         if need_weights:
             weights = F.dropout(mixture_weights(q, k, assignment=self.assignment, **mixture, **visible), dropout)
             out = weights @ v.to(weights.dtype).repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
@@ -274,6 +293,24 @@ class MixtureAttention(nn.Module):
                 visible["query_mask"] = key_mask
             out = self.prior.gather(out, q, k, **mixture, **visible)
         return self.out_proj(out.transpose(1, 2).flatten(2)), weights
+
+    def _attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None, dropout: float,
+        mixture: dict[str, Any], visible: dict[str, Any],
+    ) -> Tensor:  # fmt: skip
+        """``[1, T, H * D]``"""
+        tokens = [tensor[0].movedim(-2, 0) for tensor in (q, k, v)]
+        masks = {name: None if visible[name] is None else visible[name][0] for name in ("key_mask", "query_mask")}
+        bounds = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens if cu_seqlens_k is None else cu_seqlens_k}
+        options: dict[str, Any] = {**mixture, **masks, **bounds, "is_causal": visible["is_causal"]}
+        out = mixture_attention_varlen(
+            *tokens, assignment=self.assignment, dropout_p=dropout, backend=self.backend, **options
+        )
+        if isinstance(self.prior, EMPrior):
+            if masks["query_mask"] is None and cu_seqlens_k is None:
+                options["query_mask"] = masks["key_mask"]
+            out = self.prior.gather(out, *tokens[:2], **options)
+        return out.flatten(1)[None]
 
     def _check_width(self, name: str, tensor: Tensor) -> None:
         if tensor.ndim != 3 or tensor.shape[-1] != self.embed_dim:

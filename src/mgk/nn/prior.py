@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mgk.ops import mixture_responsibilities
+from mgk.ops import mixture_responsibilities, mixture_responsibilities_varlen
 
 
 class UniformPrior(nn.Module):
@@ -74,7 +74,8 @@ class EMPrior(nn.Module):
     def gather(self, out: Tensor, query: Tensor, key: Tensor, **options: Any) -> Tensor:
         """Return ``out``; when its gradient passes, add up the responsibilities of this attention call.
 
-        ``options`` are those of :func:`mgk.mixture_responsibilities`.
+        ``options`` are those of :func:`mgk.mixture_responsibilities`; or, where ``cu_seqlens_q`` is among them, of its
+        packed form, whose query and key are packed.
         """
         if not (self.training and torch.is_grad_enabled() and out.requires_grad):
             return out
@@ -141,7 +142,8 @@ class _GatherResponsibilities(torch.autograd.Function):
         options = dict(zip(ctx.names, tensors, strict=True))
         if query.dtype != key.dtype:  # under autocast
             query, key = query.float(), key.float()
-        sums = mixture_responsibilities(query, key, reduction="sum", **options, **ctx.settings)
+        count: Any = mixture_responsibilities_varlen if "cu_seqlens_q" in options else mixture_responsibilities
+        sums = count(query, key, reduction="sum", **options, **ctx.settings)
         return (grads[0], sums, None, None, None, None, *[None] * len(tensors))
 
 

@@ -1,7 +1,7 @@
 """Pure functions on tensors."""
 
 from mgk.ops.attention import mixture_attention, mixture_log_density, mixture_responsibilities, mixture_weights
-from mgk.ops.packed import mixture_attention_varlen
+from mgk.ops.packed import mixture_attention_varlen, mixture_responsibilities_varlen
 from mgk.ops.validation import debug_checks
 
 __all__ = [
@@ -10,5 +10,6 @@ __all__ = [
     "mixture_attention_varlen",
     "mixture_log_density",
     "mixture_responsibilities",
+    "mixture_responsibilities_varlen",
     "mixture_weights",
 ]

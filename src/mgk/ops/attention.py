@@ -192,7 +192,7 @@ def mixture_log_density(
         else:
             prior = prior - half_dim * math.log(2 * math.pi * problem.variance)
     problem = problem._replace(log_prior=prior)
-    implementation = _choose_statistics(problem, backend)
+    implementation = choose_statistics(problem, backend)
     if implementation is chunked:
         problem = _first_order_only(problem)
     with without_autocast(problem):
@@ -237,7 +237,7 @@ def mixture_responsibilities(
         return torch.zeros(
             problem.key.shape[1], problem.num_components, dtype=problem.compute_dtype, device=problem.query.device
         )
-    implementation = _choose_statistics(problem, backend)
+    implementation = choose_statistics(problem, backend)
     with torch.no_grad(), without_autocast(problem):
         sums = implementation.responsibility_sums(problem)
         if reduction == "sum":
@@ -328,7 +328,7 @@ def _fused_unsupported(problem: MixtureProblem) -> str | None:
     return fused.unsupported(problem)
 
 
-def _choose_statistics(problem: MixtureProblem, backend: str) -> Any:
+def choose_statistics(problem: MixtureProblem, backend: str) -> Any:
     """The module that computes densities and responsibilities."""
     if backend == "reference":
         return reference

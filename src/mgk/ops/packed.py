@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mgk.ops.attention import BACKENDS, choose_backend, mixture_attention, without_autocast
+from mgk.ops.attention import (
+    BACKENDS,
+    STATISTICS_BACKENDS,
+    choose_backend,
+    choose_statistics,
+    mixture_attention,
+    without_autocast,
+)
 from mgk.ops.problem import MixtureProblem
 from mgk.ops.validation import check_choice, is_traced, make_problem, may_inspect_values
 
@@ -64,13 +72,9 @@ def mixture_attention_varlen(
     check_choice("backend", backend, BACKENDS)
     _check_tokens(query, key, value)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    _check_boundaries("cu_seqlens_q", cu_seqlens_q, query, "max_seqlen_q", max_seqlen_q)
-    _check_boundaries("cu_seqlens_k", cu_seqlens_k, key, "max_seqlen_k", max_seqlen_k)
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise ValueError(
-            f"cu_seqlens_k must bound as many sequences as cu_seqlens_q, {len(cu_seqlens_q) - 1}, "
-            f"got {len(cu_seqlens_k) - 1}"
-        )
+    check_boundaries("cu_seqlens_q", cu_seqlens_q, query, "max_seqlen_q", max_seqlen_q)
+    check_boundaries("cu_seqlens_k", cu_seqlens_k, key, "max_seqlen_k", max_seqlen_k)
+    _check_number_of_sequences(cu_seqlens_q, cu_seqlens_k)
     options: dict[str, Any] = {
         "shift": shift, "variance": variance, "similarity": similarity, "assignment": assignment,
         "is_causal": is_causal, "dropout_p": dropout_p,
@@ -83,49 +87,120 @@ def mixture_attention_varlen(
     if not problem.is_empty and choose_backend(problem, backend) == "triton":
         out = _attend_at_once(problem, cu_seqlens_q, cu_seqlens_k)
     else:
-        out = _attend_one_by_one(problem, log_prior, cu_seqlens_q, cu_seqlens_k, backend)
+        out = _attend_one_by_one(problem, cu_seqlens_q, cu_seqlens_k, backend)
     if query_mask is not None:
         out = out.masked_fill(~query_mask[:, None, None], 0.0)
     return out
 
 
-def _attend_one_by_one(
-    problem: MixtureProblem, log_prior: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, backend: str
-) -> Tensor:
+def _attend_one_by_one(problem: MixtureProblem, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, backend: str) -> Tensor:
     """``[Tq, H, Dv]``"""
-    if is_traced():
-        raise NotImplementedError(
-            "packed sequences can be traced with backend='triton' only, got a backend that must know their lengths"
+    outputs = [
+        mixture_attention(
+            own.query, own.key, own.value, shift=own.shift, log_prior=_as_given(own.log_prior), variance=own.variance,
+            similarity=own.similarity, assignment=own.assignment, is_causal=own.is_causal, key_mask=own.key_mask,
+            query_mask=own.query_mask, dropout_p=own.dropout_p, backend=backend,
         )
-    starts, key_starts = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    per_position = log_prior is not None and log_prior.ndim == 3
-    outputs = []
-    for (first, end), (first_key, end_key) in zip(_pairs(starts), _pairs(key_starts), strict=True):
-        keys = slice(first_key, end_key)
-        outputs.append(
-            mixture_attention(
-                problem.query[:, :, first:end],
-                problem.key[:, :, :, keys],
-                problem.value[:, :, keys],
-                shift=problem.shift,
-                log_prior=log_prior[:, :, keys] if per_position and log_prior is not None else log_prior,
-                variance=problem.variance,
-                similarity=problem.similarity,
-                assignment=problem.assignment,
-                is_causal=problem.is_causal,
-                key_mask=None if problem.key_mask is None else problem.key_mask[:, keys],
-                query_mask=None if problem.query_mask is None else problem.query_mask[:, first:end],
-                dropout_p=problem.dropout_p,
-                backend=backend,
-            )
-        )
+        for own in _sequences(problem, cu_seqlens_q, cu_seqlens_k)
+    ]  # fmt: skip
     if not outputs:
         return problem.query.new_zeros(0, problem.query.shape[1], problem.value.shape[-1])
     return torch.cat(outputs, dim=2)[0].transpose(0, 1)
 
 
+def _as_given(log_prior: Tensor | None) -> Tensor | None:
+    """Without the axis that stands for all positions."""
+    return log_prior[..., 0] if log_prior is not None and log_prior.shape[-1] == 1 else log_prior
+
+
 def _pairs(boundaries: list[int]) -> list[tuple[int, int]]:
     return list(itertools.pairwise(boundaries))
+
+
+def mixture_responsibilities_varlen(
+    query: Tensor,
+    key: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    shift: Tensor | None = None,
+    log_prior: Tensor | None = None,
+    variance: float | Tensor | None = None,
+    similarity: str = "gaussian",
+    is_causal: bool = False,
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    reduction: str = "mean",
+    backend: str = "auto",
+) -> Tensor:
+    """:func:`mgk.mixture_responsibilities` of packed sequences, over the pairs within each, ``[Hkv, M]``.
+
+    Arguments as of :func:`mixture_attention_varlen`, ``reduction`` and backends as there.
+    """
+    check_choice("backend", backend, STATISTICS_BACKENDS)
+    check_choice("reduction", reduction, ("mean", "sum"))
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    _check_tokens(query, key, None)
+    check_boundaries("cu_seqlens_q", cu_seqlens_q, query)
+    check_boundaries("cu_seqlens_k", cu_seqlens_k, key)
+    _check_number_of_sequences(cu_seqlens_q, cu_seqlens_k)
+    options: dict[str, Any] = {
+        "shift": shift, "variance": variance, "similarity": similarity, "is_causal": is_causal,
+    }  # fmt: skip
+    problem = make_problem(
+        _as_batch(query), _as_batch(key), None, log_prior=log_prior, assignment="soft", attn_mask=None,
+        key_mask=_with_batch("key_mask", key_mask), query_mask=_with_batch("query_mask", query_mask), **options,
+    )  # fmt: skip
+    sums = torch.zeros(problem.key.shape[1], problem.num_components, dtype=problem.compute_dtype, device=query.device)
+    if 0 not in problem.query.shape and problem.key.shape[3] > 0:
+        implementation = choose_statistics(problem, backend)
+        with torch.no_grad(), without_autocast(problem):
+            if implementation.__name__ == "mgk.ops.triton":
+                placed = _place(problem, cu_seqlens_q, cu_seqlens_k)
+                sums = implementation.responsibility_sums(placed.problem, placed.spans[0])
+            else:
+                for own in _sequences(problem, cu_seqlens_q, cu_seqlens_k):
+                    if 0 not in own.query.shape and own.key.shape[3] > 0:
+                        sums = sums + implementation.responsibility_sums(own)
+    if reduction == "sum":
+        return sums
+    pairs = sums.sum(dim=1, keepdim=True)
+    return sums / pairs.masked_fill(pairs == 0, 1.0)
+
+
+def sequence_of_tokens(boundaries: Tensor, num_tokens: int) -> Tensor:
+    """int64 ``[T]``: which sequence each token belongs to."""
+    token = torch.arange(num_tokens, device=boundaries.device)
+    return torch.searchsorted(boundaries[1:].long(), token, right=True)
+
+
+def pairs_within_sequences(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None, num_queries: int, num_keys: int
+) -> Tensor:
+    """bool ``[1, 1, Tq, Tk]``, True within a sequence: for whoever writes out every pair."""
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    own, others = sequence_of_tokens(cu_seqlens_q, num_queries), sequence_of_tokens(cu_seqlens_k, num_keys)
+    return (own[:, None] == others[None, :])[None, None]
+
+
+def _sequences(problem: MixtureProblem, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[MixtureProblem]:
+    """One after the other; the device is asked how long they are."""
+    if is_traced():
+        raise NotImplementedError(
+            "packed sequences can be traced with backend='triton' only, got a backend that must know their lengths"
+        )
+    bounds, key_bounds = _pairs(cu_seqlens_q.tolist()), _pairs(cu_seqlens_k.tolist())
+    per_position = problem.log_prior is not None and problem.log_prior.shape[-1] > 1
+    for (first, end), (first_key, end_key) in zip(bounds, key_bounds, strict=True):
+        keys = slice(first_key, end_key)
+        yield problem._replace(
+            query=problem.query[:, :, first:end],
+            key=problem.key[:, :, :, keys],
+            value=problem.value[:, :, keys],
+            log_prior=problem.log_prior[:, :, keys] if per_position else problem.log_prior,  # type: ignore[index]
+            key_mask=None if problem.key_mask is None else problem.key_mask[:, keys],
+            query_mask=None if problem.query_mask is None else problem.query_mask[:, first:end],
+        )
 
 
 class _Layout(NamedTuple):
@@ -147,8 +222,7 @@ def _lay_out(boundaries: Tensor, num_tokens: int, padding: int) -> _Layout:
     room = (lengths + padding - 1) // padding * padding
     starts = room.cumsum(0) - room
     token = torch.arange(num_tokens, device=boundaries.device)
-    sequence = torch.searchsorted(boundaries[1:], token, right=True)
-    places = token + (starts - boundaries[:-1])[sequence]
+    places = token + (starts - boundaries[:-1])[sequence_of_tokens(boundaries, num_tokens)]
     # Every sequence may leave all but one of its last places empty.
     total = -(-(num_tokens + len(lengths) * (padding - 1)) // padding) * padding
     return _Layout(starts, lengths, places, total)
@@ -165,9 +239,15 @@ def _spans(own: _Layout, other: _Layout, causal_offset: Tensor, padding: int) ->
     return table[sequence].to(torch.int32)
 
 
-def _attend_at_once(problem: MixtureProblem, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
-    """``[Tq, H, Dv]``, in the fused kernels."""
-    from mgk.ops import triton as fused
+class _Placed(NamedTuple):
+    """A call whose tokens lie in places, and what the kernels must know of their sequences."""
+
+    problem: MixtureProblem
+    queries: _Layout
+    spans: tuple[Tensor, Tensor]
+
+
+def _place(problem: MixtureProblem, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> _Placed:
     from mgk.ops.triton import operator
 
     padding = operator.PADDING
@@ -176,9 +256,6 @@ def _attend_at_once(problem: MixtureProblem, cu_seqlens_q: Tensor, cu_seqlens_k:
     # Of places, not of tokens: the last query of a sequence sees its last key.
     causal_offset = keys.starts + keys.lengths - queries.starts - queries.lengths
     spans = (_spans(queries, keys, causal_offset, padding), _spans(keys, queries, causal_offset, padding))
-    valid = torch.zeros(keys.total, dtype=torch.bool, device=problem.key.device)
-    mask = True if problem.key_mask is None else problem.key_mask[0]
-    valid[keys.places] = mask
     prior = problem.log_prior
     if prior is not None and prior.shape[-1] > 1:
         prior = _spread(prior, keys, dim=2)
@@ -187,12 +264,28 @@ def _attend_at_once(problem: MixtureProblem, cu_seqlens_q: Tensor, cu_seqlens_k:
         key=_spread(problem.key, keys, dim=3),
         value=_spread(problem.value, keys, dim=2),
         log_prior=prior,
-        key_mask=valid[None],
-        query_mask=None,
+        key_mask=_valid_places(problem.key_mask, keys),
+        query_mask=_valid_places(problem.query_mask, queries),
     )
+    return _Placed(placed, queries, spans)
+
+
+def _valid_places(mask: Tensor | None, layout: _Layout) -> Tensor:
+    """bool ``[1, total]``"""
+    valid = torch.zeros(layout.total, dtype=torch.bool, device=layout.places.device)
+    valid[layout.places] = True if mask is None else mask[0]
+    return valid[None]
+
+
+def _attend_at_once(problem: MixtureProblem, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+    """``[Tq, H, Dv]``, in the fused kernels."""
+    from mgk.ops import triton as fused
+
+    placed = _place(problem, cu_seqlens_q, cu_seqlens_k)
     with without_autocast(problem):
-        out = fused.attention(placed, spans)
-    return out[0].transpose(0, 1).index_select(0, queries.places)
+        # Places without a query are never read.
+        out = fused.attention(placed.problem._replace(query_mask=None), placed.spans)
+    return out[0].transpose(0, 1).index_select(0, placed.queries.places)
 
 
 def _spread(tensor: Tensor, layout: _Layout, dim: int) -> Tensor:
@@ -215,19 +308,32 @@ def _with_batch(name: str, mask: Tensor | None) -> Tensor | None:
     return mask[None]
 
 
-def _check_tokens(query: Tensor, key: Tensor, value: Tensor) -> None:
+def _check_number_of_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_k must bound as many sequences as cu_seqlens_q, {len(cu_seqlens_q) - 1}, "
+            f"got {len(cu_seqlens_k) - 1}"
+        )
+
+
+def _check_tokens(query: Tensor, key: Tensor, value: Tensor | None) -> None:
     for name, tensor, dims, shape in (
         ("query", query, (3,), "[Tq, H, D]"),
         ("key", key, (3, 4), "[Tk, Hkv, M, D] or [Tk, Hkv, D]"),
         ("value", value, (3,), "[Tk, Hkv, Dv]"),
     ):
+        if name == "value" and tensor is None:
+            continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if tensor.ndim not in dims:
             raise ValueError(f"{name} must have shape {shape}, got {list(tensor.shape)}")
 
 
-def _check_boundaries(name: str, boundaries: Any, tokens: Tensor, limit_name: str, limit: int | None) -> None:
+def check_boundaries(
+    name: str, boundaries: Any, tokens: Tensor, limit_name: str = "", limit: int | None = None
+) -> None:
+    """``tokens [T, ...]``: what ``boundaries`` divide, on the same device; ``limit``: the longest sequence, if told."""
     if not isinstance(boundaries, Tensor):
         raise TypeError(f"{name} must be an int32 tensor, got {type(boundaries).__name__}")
     if boundaries.dtype != torch.int32:

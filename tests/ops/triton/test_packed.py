@@ -17,6 +17,7 @@ from triton_cases import (
     rms,
 )  # fmt: skip
 
+import mgk
 from packed_cases import KEY_LENGTHS, attend_packed, attend_padded, make_packed, with_gradients
 
 OPTIONS = [
@@ -114,6 +115,17 @@ def test_dropout_keeps_what_it_keeps(device):
     assert torch.equal(attend_packed(inputs, BACKEND), out)
     assert (out[20:] == 0).all()
     assert 0.3 < float((out[:20] == 0).double().mean()) < 0.5
+
+
+@every_kind
+@pytest.mark.parametrize("options", [{}, {"is_causal": True, "masked": True}, {"key_lengths": KEY_LENGTHS}], ids=str)
+def test_responsibilities(kind, options, device):
+    """P14 of the E-step."""
+    inputs = make_packed(kind=kind, dtype=ONE_DTYPE, device=device, **options)
+    inputs.pop("value")
+    got = mgk.mixture_responsibilities_varlen(**inputs, backend=BACKEND)
+    expected = mgk.mixture_responsibilities_varlen(**exactly(inputs), backend="reference")
+    assert error_of(got, expected) <= (1e-5 if ONE_DTYPE == FLOAT32 else 1e-3)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter cannot be traced")

@@ -58,7 +58,7 @@ def _unsupported_device(index: int) -> str | None:
 
 
 def attention(problem: MixtureProblem, spans: tuple[Tensor | None, Tensor | None] = (None, None)) -> Tensor:
-    """``[B, H, Nq, Dv]``. ``spans`` of queries and of keys: see :func:`packed`."""
+    """``[B, H, Nq, Dv]``. ``spans`` of queries and of keys: see ``mgk.ops.packed``."""
     given = problem
     if problem.log_prior is not None and problem.log_prior.shape[-1] == 1:
         # Exact, since only ratios of priors count; it keeps rounding errors out of the gradient's irrelevant direction.
@@ -96,14 +96,14 @@ def log_normaliser(problem: MixtureProblem) -> Tensor:
     return normaliser
 
 
-def responsibility_sums(problem: MixtureProblem) -> Tensor:
+def responsibility_sums(problem: MixtureProblem, query_spans: Tensor | None = None) -> Tensor:
     """``sum over visible (i, j) of p(r | i, j)``, ``[Hkv, M]``: the E-step. Not differentiable."""
     with torch.no_grad():
         query, key = _operands(problem)
         scale, scales = _scale(problem)
         return fused_responsibilities(
             query, key, problem.shift, problem.log_prior, scales, problem.attn_mask, problem.key_mask,
-            problem.query_mask, scale, problem.similarity == "gaussian", problem.is_causal,
+            problem.query_mask, query_spans, scale, problem.similarity == "gaussian", problem.is_causal,
         )  # fmt: skip
 
 

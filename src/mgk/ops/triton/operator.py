@@ -630,13 +630,13 @@ fused_attention_backward = torch.library.custom_op("mgk::fused_attention_backwar
 @torch.library.custom_op("mgk::fused_responsibilities", mutates_args=())
 def fused_responsibilities(
     query: Tensor, key: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
-    attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, scale: float, gaussian: bool,
-    is_causal: bool,
+    attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, query_spans: Tensor | None,
+    scale: float, gaussian: bool, is_causal: bool,
 ) -> Tensor:  # fmt: skip
     """``sum over visible (i, j) of p(r | i, j)``, ``[Hkv, M]``."""
     with _on_device(query):
         call = _Call(
-            query, key, None, shift, log_prior, scales, attn_mask, key_mask, None, None, None, None, scale,
+            query, key, None, shift, log_prior, scales, attn_mask, key_mask, None, None, query_spans, None, scale,
             gaussian, is_causal, False, 0.0,
         )  # fmt: skip
         tile = call.tile("query")
@@ -648,8 +648,8 @@ def fused_responsibilities(
             (
                 descriptor(call.query, tile.rows), descriptor(call.key, tile.columns), call.row, call.column,
                 call.scales, sums, attn_mask, None if query_mask is None else query_mask.contiguous(),
-                *call.mask_strides, call.scale, call.heads, call.heads // call.kv_heads, call.queries, call.keys,
-                call.padded_queries, call.padded_keys, blocks,
+                query_spans, *call.mask_strides, PADDING, call.scale, call.heads, call.heads // call.kv_heads,
+                call.queries, call.keys, call.padded_queries, call.padded_keys, blocks,
             ),
             {
                 **call.options,

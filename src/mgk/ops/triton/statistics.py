@@ -5,16 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.tiles import VARYING_WITH_WIDTH, component_bias, is_visible, load_tile
+from mgk.ops.triton.tiles import VARYING_WITH_WIDTH, component_bias, is_visible, load_tile, visible_keys
 
 
 @triton.jit(do_not_specialize=VARYING_WITH_WIDTH)
 def responsibilities(
-    d_query, d_key, p_row, p_column, p_scale, p_sums, p_mask, p_query_mask, stride_mask_batch, stride_mask_head,
-    stride_mask_row, stride_mask_column, scale, num_heads, group_size, num_queries, num_keys, padded_queries,
-    padded_keys, num_blocks,
+    d_query, d_key, p_row, p_column, p_scale, p_sums, p_mask, p_query_mask, p_spans, stride_mask_batch,
+    stride_mask_head, stride_mask_row, stride_mask_column, rows_per_span, scale, num_heads, group_size, num_queries,
+    num_keys, padded_queries, padded_keys, num_blocks,
     M: tl.constexpr, SHARED: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_QUERY_MASK: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_QUERY_MASK: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Each program sums ``p(r | i, j)`` over its queries and all keys they see into ``sums [programs, 8]``."""
@@ -26,7 +27,6 @@ def responsibilities(
     i_kv = i_batch * (num_heads // group_size) + i_kv_head
     o_first = i_block * BLOCK_I
     o_i = o_first + tl.arange(0, BLOCK_I)
-    causal_offset = num_keys - num_queries
     if HAS_ROW:
         p_row += i_head.to(tl.int64) * M * padded_queries
     if HAS_COLUMN:
@@ -38,15 +38,16 @@ def responsibilities(
     m_i = o_i < num_queries
     if HAS_QUERY_MASK:
         m_i = m_i & (tl.load(p_query_mask + i_batch.to(tl.int64) * num_queries + o_i, mask=m_i, other=0) != 0)
-    end_key = num_keys
-    if CAUSAL:
-        end_key = tl.maximum(tl.minimum(num_keys, o_first + BLOCK_I + causal_offset), 0)
+    first_key, _, end_key, causal_offset = visible_keys(
+        p_spans, p_spans, p_spans, i_batch, o_first, num_queries, num_keys, rows_per_span, CAUSAL, False, PACKED,
+        BLOCK_I, BLOCK_J,
+    )  # fmt: skip
 
     b_query = load_tile(d_query, i_batch, i_query_head, o_first, BLOCK_I, D)
     b_zero = tl.zeros([BLOCK_I], tl.float32)
     o_r = tl.arange(0, 8)
     b_sums = tl.zeros([8], tl.float32)
-    for o_first_key in tl.range(0, end_key, BLOCK_J):
+    for o_first_key in tl.range(first_key, end_key, BLOCK_J):
         o_j = o_first_key + tl.arange(0, BLOCK_J)
         b_seen = m_i[:, None] & is_visible(
             o_i[:, None], o_j[None, :], p_mask, stride_mask_row, stride_mask_column, causal_offset, num_queries,
