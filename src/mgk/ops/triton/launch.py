@@ -8,7 +8,10 @@ own, no coarser than Triton's, and the compiled version is started directly.
 from __future__ import annotations
 
 import functools
-from typing import Any
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -16,7 +19,37 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from mgk.ops.triton.tuning import Tile, is_interpreted
 
 hooks = triton.knobs.runtime
+# How a compiled version is started is no public matter: with a Triton that we have not seen, Triton starts it.
+KNOWN_VERSIONS = ((3, 4), (3, 6))
+IS_KNOWN = KNOWN_VERSIONS[0] <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= KNOWN_VERSIONS[1]
 _compiled: dict[tuple[Any, ...], Any] = {}
+
+
+class Start(NamedTuple):
+    """One kernel, started with these arguments."""
+
+    compiled: Any
+    programs: int
+    arguments: tuple[Any, ...]
+    constants: tuple[Any, ...]
+
+
+class _Recorder(threading.local):
+    starts: list[Start] | None = None
+
+
+_recorder = _Recorder()
+
+
+@contextmanager
+def recorded() -> Iterator[list[Start]]:
+    """What this thread starts meanwhile."""
+    starts: list[Start] = []
+    _recorder.starts = starts
+    try:
+        yield starts
+    finally:
+        _recorder.starts = None
 
 
 def launch(
@@ -42,6 +75,25 @@ def launch(
         _start(kernel, programs, arguments, tuple([every[name] for name in names]), kinds, tile)
 
 
+def run(compiled: Any, programs: int, arguments: Any, stream: int) -> None:
+    """Start a compiled kernel, its constants among the arguments, when nobody listens."""
+    compiled.run(
+        programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments
+    )  # fmt: skip
+
+
+def is_listened_to() -> bool:
+    """Whether a profiler wants to hear of launches."""
+    return _is_set(hooks.launch_enter_hook) or _is_set(hooks.launch_exit_hook)
+
+
+def current_stream() -> tuple[int, int]:
+    """The current device, and its stream."""
+    driver = triton.runtime.driver.active
+    device = driver.get_current_device()
+    return device, driver.get_current_stream(device)
+
+
 @functools.cache
 def _signature(kernel: Any, count: int) -> tuple[list[str], list[bool]]:
     """Names of the compile-time constants, which follow ``count`` others, and which of those the compiler ignores."""
@@ -56,24 +108,29 @@ def _start(
     if is_interpreted():
         kernel[(programs,)](*arguments, *constants)
         return
-    driver = triton.runtime.driver.active
-    device = driver.get_current_device()
+    if not IS_KNOWN:
+        _compile_and_start(kernel, programs, arguments, constants, tile)
+        return
+    device, stream = current_stream()
     key = (kernel, device, constants, tile[2:], kinds)
     compiled = _compiled.get(key)
     if compiled is None:
-        _compiled[key] = kernel[(programs,)](*arguments, *constants, **tile.settings())
-    elif not (_is_set(hooks.launch_enter_hook) or _is_set(hooks.launch_exit_hook)):
-        stream = driver.get_current_stream(device)
-        compiled.run(
-            programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *arguments, *constants,
-        )  # fmt: skip
-    else:
+        compiled = _compiled[key] = _compile_and_start(kernel, programs, arguments, constants, tile)
+    elif is_listened_to():
         compiled[(programs, 1, 1)](*arguments, *constants)
+    else:
+        run(compiled, programs, (*arguments, *constants), stream)
+    if _recorder.starts is not None:
+        _recorder.starts.append(Start(compiled, programs, arguments, constants))
+
+
+def _compile_and_start(
+    kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], tile: Tile
+) -> Any:
+    return kernel[(programs,)](*arguments, *constants, **tile.settings())
 
 
 def _is_set(hook: Any) -> bool:
-    """Whether a profiler wants to hear of launches."""
     return bool(getattr(hook, "calls", hook))
 
 

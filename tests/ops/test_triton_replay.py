@@ -1,0 +1,290 @@
+"""A call that is done again does what it would have done anew: the same kernels, numbers and addresses.
+
+No kernel runs here. What would have been started is noted instead, and compared.
+"""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from cases import make_inputs
+
+pytest.importorskip("triton")
+
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mgk.ops.triton import launch, operator, replay, tuning
+
+
+class Compiled:
+    """Stands in for a compiled kernel, and notes how it is started."""
+
+    packed_metadata = None
+
+    def __init__(self, function, log):
+        self.function, self.log = function, log
+
+    def run(self, programs, _y, _z, stream, function, _metadata, _launch, _enter, _exit, *arguments):
+        self.log.append((function, programs, arguments))
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """Every start: kernel, programs, arguments with the constants."""
+    if not isinstance(operator.forward.attention_forward, JITFunction):
+        pytest.skip("TRITON_INTERPRET=1: nothing is compiled")
+    noted = []
+
+    def compile_and_start(kernel, programs, arguments, constants, tile):
+        noted.append((kernel.__name__, programs, (*arguments, *constants)))
+        return Compiled(kernel.__name__, noted)
+
+    monkeypatch.setattr(launch, "_compile_and_start", compile_and_start)
+    monkeypatch.setattr(launch, "current_stream", lambda: (0, 0))
+    monkeypatch.setattr(replay, "current_stream", lambda: (0, 0))
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(replay, "_recordings", {})
+    monkeypatch.setattr(replay, "is_possible", lambda device: True)
+    monkeypatch.setattr(tuning, "_architecture", lambda index: "sm90")
+    return noted
+
+
+KINDS = {
+    "smgk": {"kind": "shifted"},
+    "smgk-hard": {"kind": "shifted", "assignment": "hard", "prior": None},
+    "mgk": {"kind": "projected"},
+    "gaussian": {"kind": "projected", "components": 1, "prior": None},
+    "softmax": {"kind": "projected", "components": 1, "prior": None, "similarity": "dot"},
+    "mgk3": {"kind": "projected", "components": 3},
+}
+every_kind = pytest.mark.parametrize("kind", list(KINDS))
+OPTIONS = (0.3, True, True, False, 0.0)
+
+
+def make(kind, queries=70, dim=32, **changes):
+    """Tensors of a call with nothing but the mixture, and its options."""
+    inputs = make_inputs(
+        **{"batch": 2, "heads": 4, "queries": queries, "dim": dim, "dtype": torch.bfloat16, **KINDS[kind], **changes}
+    )
+    key = inputs["key"] if inputs["key"].ndim == 5 else inputs["key"][:, :, None]
+    prior = inputs.get("log_prior")
+    tensors = (inputs["query"], key, inputs["value"], inputs.get("shift"), None if prior is None else prior[..., None])
+    options = (0.3, inputs.get("similarity") != "dot", True, inputs.get("assignment") == "hard", 0.0)
+    return tensors, options
+
+
+def forward(tensors, options, run=operator.run_forward):
+    return run(*tensors, *[None] * 7, *options)
+
+
+def backward(results, tensors, options, grad, run=operator.run_backward):
+    return run(grad, None, *results, *tensors, *[None] * 7, *options)
+
+
+def in_names(starts, known):
+    """Addresses as (tensor, bytes from its beginning): known tensors by name, buffers in the order of their use."""
+    ranges = [(t.data_ptr(), t.data_ptr() + max(1, t.numel() * t.element_size()), name) for name, t in known.items()]
+    buffers = {}
+
+    def place(address, storage):
+        for first, end, name in ranges:
+            if first <= address < end:
+                return (name, address - first)
+        return (buffers.setdefault(storage, f"buffer {len(buffers)}"), address - storage)
+
+    def name(argument):
+        if isinstance(argument, TensorDescriptor):
+            at = place(argument.base.data_ptr(), argument.base.untyped_storage().data_ptr())
+            return ("descriptor", *at, argument.shape, argument.strides, argument.block_shape, argument.padding)
+        if isinstance(argument, torch.Tensor):
+            if argument.numel() == 0:
+                return None
+            return place(argument.data_ptr(), argument.untyped_storage().data_ptr())
+        return argument
+
+    return [(kernel, programs, [name(argument) for argument in arguments]) for kernel, programs, arguments in starts]
+
+
+def named(tensors, names):
+    return {name: tensor for name, tensor in zip(names, tensors, strict=True) if tensor is not None and tensor.numel()}
+
+
+INPUTS = ("query", "key", "value", "shift", "log_prior")
+OUTPUTS = ("out", "normaliser", "terms")
+GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_shift", "grad_prior", "grad_scales")
+
+
+def with_tensors(starts, held):
+    """What was replayed has addresses where there were tensors: put tensors there again."""
+    spans = [(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes(), t) for t in held]
+    restored = []
+    for kernel, programs, arguments in starts:
+        changed = []
+        for argument in arguments:
+            found = None
+            if type(argument) is int and argument > 2**32:
+                found = next((t for first, size, t in spans if first <= argument < first + size), None)
+            if found is None:
+                changed.append(argument)
+            else:
+                offset = argument - found.untyped_storage().data_ptr()
+                part = torch.empty(0, dtype=torch.uint8).set_(found.untyped_storage(), offset, (1,), (1,))
+                changed.append(part)
+        restored.append((kernel, programs, changed))
+    return restored
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """All buffers that are allocated meanwhile stay alive, so that no address is used twice."""
+    kept = []
+    for module, name in ((torch, "empty_strided"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        allocate = getattr(module, name)
+
+        def keep(*args, allocate=allocate, **kwargs):
+            kept.append(allocate(*args, **kwargs))
+            return kept[-1]
+
+        monkeypatch.setattr(module, name, keep)
+    return kept
+
+
+@every_kind
+def test_replayed_is_anew(kind, log, held):
+    """Forward and backward, on other tensors than those that were recorded."""
+    first, options = make(kind)
+    grad = torch.randn(2, 4, 70, 32).to(torch.bfloat16)
+    backward(forward(first, options), first, options, grad)
+    assert [recording is not None for recording in replay._recordings.values()] == [True, True]
+
+    second, _ = make(kind)
+    grad = torch.randn(2, 4, 70, 32).to(torch.bfloat16)
+    log.clear()
+    results = forward(second, options)
+    replayed = with_tensors(log, [*held, *(t for t in second if t is not None)])
+    known = named(second, INPUTS) | named(results, OUTPUTS)
+    again = in_names(replayed, known)
+    log.clear()
+    anew_results = forward(second, options, operator._run_forward)
+    assert again == in_names(log, named(second, INPUTS) | named(anew_results, OUTPUTS))
+    assert len(log) == 3
+
+    log.clear()
+    gradients = backward(results, second, options, grad)
+    known = known | {"grad": grad} | named(gradients, GRADIENTS)
+    again = in_names(with_tensors(log, [*held, grad, *(t for t in second if t is not None)]), known)
+    log.clear()
+    anew = backward(results, second, options, grad, operator._run_backward)
+    known = {name: tensor for name, tensor in known.items() if not name.startswith("grad_")} | named(anew, GRADIENTS)
+    assert again == in_names(log, known)
+    for got, expected in zip((*results, *gradients), (*anew_results, *anew), strict=True):
+        assert (got.shape, got.stride(), got.dtype) == (expected.shape, expected.stride(), expected.dtype)
+
+
+def test_the_flag_of_wide_heads_is_cleared(log):
+    tensors, options = make("smgk")
+    forward(tensors, options)
+    layout = operator.TermsLayout(*tensors[:2], *tensors[3:], None, None, True, False)
+    sizes = layout.sizes()
+    at = sum(sizes[name] for name in ("row", "alpha", "column", "rho", "origin"))
+    poisoned = torch.empty_strided
+
+    def full_of_ones(*args, **kwargs):
+        return poisoned(*args, **kwargs).fill_(1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty_strided", full_of_ones)
+        terms = forward(tensors, options)[2]
+    assert (terms[at : at + sizes["wide"]] == 0).all()
+    assert (terms[:at] == 1).all()
+    assert (terms[at + sizes["wide"] :] == 1).all()
+
+
+CHANGES = {
+    "length": {"queries": 71},
+    "width": {"dim": 64},
+    "dtype": {"dtype": torch.float16},
+    "batch": {"batch": 3},
+}
+
+
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_another_signature_is_another_recording(change, log):
+    for changes in ({}, CHANGES[change]):
+        forward(*make("smgk", **changes))
+    assert len(replay._recordings) == 2
+
+
+def test_another_layout_is_another_recording(log):
+    tensors, options = make("mgk")
+    forward(tensors, options)
+    by_token = tensors[0].transpose(1, 2).contiguous().transpose(1, 2)
+    forward((by_token, *tensors[1:]), options)
+    assert len(replay._recordings) == 2
+
+
+@pytest.mark.parametrize("other", range(7))
+def test_masks_and_the_like_are_thought_through(other, log):
+    """They need more than kernels."""
+    tensors, options = make("mgk")
+    others = [None] * 7
+    others[other] = torch.ones(1)
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operator, "_run_forward", lambda *inputs: seen.append(inputs))
+        operator.run_forward(*tensors, *others, *options)
+    assert len(seen) == 1
+    assert not replay._recordings
+
+
+@pytest.mark.parametrize("change", ["width", "shift", "alignment"])
+def test_what_must_be_copied_is_not_recorded(change, log):
+    tensors, options = make("smgk", dim=13 if change == "width" else 32)
+    query, key, value, shift, prior = tensors
+    if change == "shift":
+        shift = shift.double()
+    elif change == "alignment":
+        room = torch.zeros(query.numel() + 1, dtype=query.dtype)
+        query = room[1:].view_as(query)
+    tensors = (query, key, value, shift, prior)
+    for _ in range(2):
+        forward(tensors, options)
+    assert list(replay._recordings.values()) == [None]
+
+
+def test_one_tensor_in_two_roles_is_not_recorded(log):
+    (query, key, _, shift, prior), options = make("smgk")
+    for _ in range(2):
+        forward((query, key, key[:, :, 0], shift, prior), options)
+    assert not replay._recordings
+
+
+def test_a_recording_keeps_no_tensor(log):
+    tensors, options = make("smgk")
+    results = forward(tensors, options)
+    kept = [weakref.ref(tensor) for tensor in (*tensors, *results)]
+    log.clear()
+    del tensors, results
+    gc.collect()
+    assert not any(ref() is not None for ref in kept)
+
+
+def test_too_many_recordings_begin_anew(log, monkeypatch):
+    monkeypatch.setattr(replay, "MOST_RECORDINGS", 3)
+    for queries in range(1, 7):
+        forward(*make("gaussian", queries=queries))
+    assert len(replay._recordings) <= 3
+
+
+def test_an_output_that_no_kernel_writes_is_not_recorded():
+    with pytest.raises(replay.NotRecordable, match="no kernel has written"):
+        replay.Recording((torch.zeros(2),), (torch.zeros(3),), [])
+
+
+def test_a_copy_of_nowhere_is_not_recorded():
+    half = torch.zeros(4)[:2]
+    start = launch.Start(None, 1, (half,), ())
+    with pytest.raises(replay.NotRecordable, match="nowhere whole"):
+        replay.Recording((torch.zeros(2),), (), [start])
