@@ -67,13 +67,14 @@ def logit_terms(
             b_level = tl.where(tl.abs(b_level) <= largest_level, b_level, 0.0)
             if is_row == 0 and i_first == 0:
                 tl.store(p_level + i_kv, b_level)
-        b_smaller = tl.where(tl.abs(b_first_query) < tl.abs(b_first_key), b_first_query, b_first_key)
-        # NaN and infinity have nothing in common with anything.
-        b_agree = b_first_query * b_first_key > 0.0
-        b_agree = b_agree & (tl.abs(b_first_query) < float("inf")) & (tl.abs(b_first_key) < float("inf"))
-        b_origin = tl.where(b_agree, b_smaller, 0.0)
-        if HAS_ORIGIN and is_row == 0 and i_first == 0:
-            tl.store(p_origin + i_kv.to(tl.int64) * D + tl.arange(0, D), b_origin)
+        if HAS_ORIGIN:
+            b_smaller = tl.where(tl.abs(b_first_query) < tl.abs(b_first_key), b_first_query, b_first_key)
+            # NaN and infinity have nothing in common with anything.
+            b_agree = b_first_query * b_first_key > 0.0
+            b_agree = b_agree & (tl.abs(b_first_query) < float("inf")) & (tl.abs(b_first_key) < float("inf"))
+            b_origin = tl.where(b_agree, b_smaller, 0.0)
+            if is_row == 0 and i_first == 0:
+                tl.store(p_origin + i_kv.to(tl.int64) * D + tl.arange(0, D), b_origin)
     for i_block in range(i_first, tl.minimum(i_first + blocks_together, num_blocks)):
         o_first = i_block * BLOCK
         if is_row:
