@@ -3,8 +3,6 @@
 import pytest
 import torch
 from cases import BACKENDS, KINDS, OUTPUT_CAP, relative_error
-
-import mgk
 from packed_cases import (
     KEY_LENGTHS,
     attend_packed,
@@ -13,6 +11,8 @@ from packed_cases import (
     make_packed,
     with_gradients,
 )
+
+import mgk
 
 OPTIONS = [
     {},

@@ -15,7 +15,7 @@ from torch import Tensor
 from mgk.ops import chunked, reference, sdpa
 from mgk.ops.autograd import first_order_only, with_value, with_zero_gradients
 from mgk.ops.problem import MixtureProblem
-from mgk.ops.validation import check_choice, make_problem, may_inspect_values
+from mgk.ops.validation import check_choice, fill_padding, make_problem, may_inspect_values
 
 # Triton comes with torch where torch was built for a GPU; without one its kernels run in its interpreter alone.
 _HAS_TRITON = find_spec("triton") is not None and (
@@ -90,9 +90,13 @@ def mixture_attention(
     problem = make_problem(
         query, key, value, shift=shift, log_prior=log_prior, variance=variance, similarity=similarity,
         assignment=assignment, is_causal=is_causal, key_mask=key_mask, query_mask=query_mask, attn_mask=attn_mask,
-        dropout_p=dropout_p,
+        dropout_p=dropout_p, fills_padding=False,
     )  # fmt: skip
     backend = choose_backend(problem, backend)
+    if backend == "triton" and fused.may_decode(problem) and not problem.is_empty:
+        with without_autocast(problem):
+            return fused.decode_attention(problem)
+    problem = fill_padding(problem)
     variance_tensor = problem.variance if isinstance(problem.variance, Tensor) else None
     parameters = (problem.shift, problem.log_prior, variance_tensor)
 
@@ -364,14 +368,14 @@ def choose_backend(problem: MixtureProblem, backend: str) -> str:
 def _fused_is_fastest(problem: MixtureProblem) -> bool:
     """On a GPU in half precision, for all but plain softmax attention, which the stock kernels do better.
 
-    In fp32 the products are exact and take no tensor cores, in our kernels as in the stock ones. And a few queries (a
-    step of generation) fill no block: one program would walk through all the keys alone.
+    In fp32 the products are exact and take no tensor cores, in our kernels as in the stock ones. And a few queries with
+    gradients fill no block: one program would walk through all the keys alone.
     """
     if problem.query.device.type != "cuda" or problem.query.dtype == torch.float32:
         return False
-    if problem.query.shape[2] < FEWEST_QUERIES:
+    if sdpa.is_plain_softmax(problem) or _fused_unsupported(problem) is not None:
         return False
-    return not sdpa.is_plain_softmax(problem) and _fused_unsupported(problem) is None
+    return problem.query.shape[2] >= FEWEST_QUERIES or fused.may_decode(problem)
 
 
 def _stock_kernels_would_materialise(problem: MixtureProblem) -> bool:

@@ -63,8 +63,13 @@ def make_problem(
     query_mask: Tensor | None,
     attn_mask: Tensor | None,
     dropout_p: float = 0.0,
+    fills_padding: bool = True,
 ) -> MixtureProblem:
-    """Validate one call and bring it into canonical form. Without ``value`` a value of width 0 stands in."""
+    """Validate one call and bring it into canonical form. Without ``value`` a value of width 0 stands in.
+
+    ``fills_padding=False`` leaves it to :func:`fill_padding`, for a kernel that never reads padded keys: a step of
+    generation must not copy the cache.
+    """
     check_choice("similarity", similarity, SIMILARITIES)
     check_choice("assignment", assignment, ASSIGNMENTS)
     if not isinstance(is_causal, bool):
@@ -139,15 +144,22 @@ def make_problem(
         key_mask = same_for_all if key_mask is None else key_mask & same_for_all
         attn_mask = None
 
-    if key_mask is not None:
-        key = key.masked_fill(~key_mask[:, None, None, :, None], 0.0)
-        value = value.masked_fill(~key_mask[:, None, :, None], 0.0)
-    if query_mask is not None:
-        query = query.masked_fill(~query_mask[:, None, :, None], 0.0)
-    return MixtureProblem(
+    problem = MixtureProblem(
         query, key, value, shift, log_prior, variance, similarity, assignment, is_causal, key_mask, query_mask,
         attn_mask, float(dropout_p),
     )  # fmt: skip
+    return fill_padding(problem) if fills_padding else problem
+
+
+def fill_padding(problem: MixtureProblem) -> MixtureProblem:
+    """Zeros in padded keys, values and queries, whatever stood there."""
+    query, key, value = problem.query, problem.key, problem.value
+    if problem.key_mask is not None:
+        key = key.masked_fill(~problem.key_mask[:, None, None, :, None], 0.0)
+        value = value.masked_fill(~problem.key_mask[:, None, :, None], 0.0)
+    if problem.query_mask is not None:
+        query = query.masked_fill(~problem.query_mask[:, None, :, None], 0.0)
+    return problem._replace(query=query, key=key, value=value)
 
 
 def _shape(tensor: Tensor) -> list[int]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import KINDS, OUTPUT_CAP
+from packed_cases import KEY_LENGTHS, attend_packed, attend_padded, make_packed, with_gradients
 from triton_cases import (
     BACKEND,
     BRIEF_DTYPES,
@@ -18,7 +19,6 @@ from triton_cases import (
 )  # fmt: skip
 
 import mgk
-from packed_cases import KEY_LENGTHS, attend_packed, attend_padded, make_packed, with_gradients
 
 OPTIONS = [
     {},

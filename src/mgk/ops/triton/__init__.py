@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mgk.ops.autograd import with_zero_gradients
 from mgk.ops.problem import MixtureProblem
-from mgk.ops.triton.operator import attend, fused_responsibilities
+from mgk.ops.triton.operator import _run_decode, attend, fused_decode, fused_responsibilities, is_unwatched
 from mgk.ops.triton.tuning import is_interpreted
 
 LARGEST_WIDTH = 256
@@ -78,6 +78,38 @@ def attention(problem: MixtureProblem, spans: tuple[Tensor | None, Tensor | None
     # What an identity has dropped gets a gradient of zero.
     pairs = ((given.shift, problem.shift), (given.log_prior, problem.log_prior))
     return with_zero_gradients(out, *[whole for whole, used in pairs if used is None])
+
+
+MOST_ROWS = 64
+"""Queries times the heads that share a key, up to which the keys are split between programs."""
+FEW_QUERIES = 16
+
+
+def may_decode(problem: MixtureProblem) -> bool:
+    """Whether a call is a step of generation: few queries, no gradient, nothing that needs to know every pair."""
+    tensors = (problem.query, problem.key, problem.value, problem.shift, problem.log_prior, problem.variance)
+    needs_graph = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+    return (
+        problem.query.shape[2] < FEW_QUERIES
+        and problem.query.shape[2] * problem.group_size <= MOST_ROWS
+        and problem.query.dtype in (torch.bfloat16, torch.float16)
+        and problem.attn_mask is None
+        and problem.dropout_p == 0
+        and not needs_graph
+    )
+
+
+def decode_attention(problem: MixtureProblem) -> Tensor:
+    """``[B, H, Nq, Dv]``, where :func:`may_decode` allows it. What stands at masked keys is never read."""
+    hard = problem.assignment == "hard"
+    scale, scales = _scale(problem)
+    query, log_prior = problem.query, None if hard else problem.log_prior
+    if problem.query_mask is not None:
+        query = query.masked_fill(~problem.query_mask[:, None, :, None], 0.0)
+    arguments = (query, problem.key, problem.value, problem.shift, log_prior, scales, problem.key_mask)
+    run = _run_decode if is_unwatched(*arguments) else fused_decode
+    out = run(*arguments, scale, problem.similarity == "gaussian", problem.is_causal, hard)
+    return out if problem.query_mask is None else out.masked_fill(~problem.query_mask[:, None, :, None], 0.0)
 
 
 def log_normaliser(problem: MixtureProblem) -> Tensor:

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mgk.ops.autograd import NO_SECOND_ORDER
-from mgk.ops.triton import backward, forward, preparation, replay, statistics, tuning
+from mgk.ops.triton import backward, decode, forward, preparation, replay, statistics, tuning
 from mgk.ops.triton.launch import launch
 
 LOG2_E = math.log2(math.e)
@@ -32,6 +32,10 @@ BLOCK = 1024
 SMALL = tuning.Tile(0, 0, 2, 1)
 # As many programs as keep a large GPU busy.
 PROGRAMS = 264
+# Shares into which the keys of a head are split at most, for a few queries.
+MOST_SPLITS = 128
+# Blocks of keys that a share has at least, unless there are fewer.
+LEAST_BLOCKS = 2
 # Numbers that a program adds to its sums at a time.
 ADDED_TOGETHER = 16384
 
@@ -664,6 +668,88 @@ def fused_responsibilities(
     return by_head.sum(dim=(0, 2), dtype=torch.float64).float()
 
 
+@torch.library.custom_op("mgk::fused_decode", mutates_args=())
+def fused_decode(
+    query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
+    key_mask: Tensor | None, scale: float, gaussian: bool, is_causal: bool, hard: bool,
+) -> Tensor:  # fmt: skip
+    """Attention of a few queries, ``[B, H, Nq, Dv]``, without a gradient. Arguments as of ``fused_attention``."""
+    return _run_decode(query, key, value, shift, log_prior, scales, key_mask, scale, gaussian, is_causal, hard)
+
+
+@fused_decode.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(*query.shape[:3], value.shape[-1])
+
+
+def _run_decode(
+    query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
+    key_mask: Tensor | None, scale: float, gaussian: bool, is_causal: bool, hard: bool,
+) -> Tensor:  # fmt: skip
+    batch, heads, queries, width = query.shape
+    kv_heads, components, keys = key.shape[1], key.shape[2] if shift is None else shift.shape[1], key.shape[3]
+    group_size = heads // kv_heads
+    rows, value_width = group_size * queries, value.shape[-1]
+    tile = tuning.choose_decode_tile(max(width, value_width), 1 if shift is not None else components)
+    # As many programs as keep the GPU busy, but each with some blocks of its own.
+    wanted = 3 if tuning.is_interpreted() else _blocks(4 * PROGRAMS, batch * kv_heads)
+    splits = max(1, min(wanted, _blocks(keys, LEAST_BLOCKS * tile.columns), MOST_SPLITS))
+    keys_per_split = _blocks(_blocks(keys, splits), tile.columns) * tile.columns
+    splits = _blocks(keys, keys_per_split)
+    block_v = block_width(value_width)
+    with _on_device(query):
+        query, key, value = (_with_dense_rows(tensor) for tensor in (query, key, value))
+        partial = query.new_empty(batch * kv_heads, splits, rows, block_v, dtype=torch.float32)
+        maximum = query.new_empty(batch * kv_heads, splits, rows, dtype=torch.float32)
+        sums = torch.empty_like(maximum)
+        out = query.new_empty(batch, heads, queries, value_width)
+        prior_strides = (0, 0, 0)
+        if log_prior is not None:
+            by_position = log_prior.stride(2) if log_prior.shape[2] > 1 else 0
+            prior_strides = (log_prior.stride(0), log_prior.stride(1), by_position)
+        own_scales = None if scales is None else (scales.float() * LOG2_E).contiguous()
+        launch(
+            decode.decode_split,
+            batch * kv_heads * splits,
+            (
+                query, key, value, None if shift is None else shift.float().contiguous(), log_prior, own_scales,
+                key_mask, partial, maximum, sums, *query.stride()[:3], *key.stride()[:4], *value.stride()[:3],
+                *prior_strides, *((0, 0) if key_mask is None else key_mask.stride()), scale * LOG2_E, heads,
+                group_size, queries, keys, keys_per_split, splits, width, value_width,
+            ),
+            {
+                "M": components,
+                "SHARED": shift is not None or components == 1,
+                "HARD": hard,
+                "GAUSSIAN": gaussian,
+                "EQUAL": scales is None,
+                "HAS_SHIFT": shift is not None,
+                "HAS_PRIOR": log_prior is not None,
+                "HAS_KEY_MASK": key_mask is not None,
+                "CAUSAL": is_causal and queries > 1,
+                "PRECISION": "ieee",
+                "ROWS": max(16, 1 << (rows - 1).bit_length()),
+                "BLOCK_J": tile.columns,
+                "D": block_width(width),
+                "DV": block_v,
+            },
+            tile,
+        )  # fmt: skip
+        launch(
+            decode.decode_merge,
+            batch * kv_heads * rows,
+            (partial, maximum, sums, out, splits, rows, value_width),
+            {"SPLITS": max(2, 1 << (splits - 1).bit_length()), "DV": block_v},
+            SMALL,
+        )
+    return out
+
+
+def _with_dense_rows(tensor: Tensor) -> Tensor:
+    """As it is, if the numbers of a row lie side by side."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
 @fused_attention.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
@@ -823,6 +909,13 @@ def _forward_flops(query_shape: Any, key_shape: Any, value_shape: Any, *args: An
     counted; those behind other masks are, since their number depends on data."""
     is_causal = bool(args[11])
     pairs = _visible_pairs(query_shape, key_shape[3], is_causal)
+    return 2 * pairs * (key_shape[2] * query_shape[3] + value_shape[3])
+
+
+@register_flop_formula(torch.ops.mgk.fused_decode)
+def _decode_flops(query_shape: Any, key_shape: Any, value_shape: Any, *args: Any, **_: Any) -> int:
+    """As forward."""
+    pairs = _visible_pairs(query_shape, key_shape[3], bool(args[6]) and query_shape[2] > 1)
     return 2 * pairs * (key_shape[2] * query_shape[3] + value_shape[3])
 
 
