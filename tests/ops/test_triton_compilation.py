@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import ir, make_backend
 from triton.runtime.jit import JITFunction
 
-from mgk.ops.triton import launch, operator, tuning
+from mgk.ops.triton import generation, launch, operator, tuning
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -107,7 +107,7 @@ def call(configuration):
     operator._run_backward(torch.empty_like(results[0]), None, *results, *tensors, *options)
     operator.fused_responsibilities(query, key, *tensors[3:9], spans, *options[:3])
     if query.dtype != torch.float32 and masks in ("none", "padding"):
-        operator._run_decode(query[:, :, :3], *tensors[1:6], key_mask, *options[:4])
+        generation.run(query[:, :, :3], *tensors[1:6], key_mask, *options[:4])
 
 
 def in_half_precision(preset, width=64):

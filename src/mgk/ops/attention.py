@@ -93,9 +93,9 @@ def mixture_attention(
         dropout_p=dropout_p, fills_padding=False,
     )  # fmt: skip
     backend = choose_backend(problem, backend)
-    if backend == "triton" and fused.may_decode(problem) and not problem.is_empty:
+    if backend == "triton" and fused.is_step(problem) and not problem.is_empty:
         with without_autocast(problem):
-            return fused.decode_attention(problem)
+            return fused.attend_in_step(problem)
     problem = fill_padding(problem)
     variance_tensor = problem.variance if isinstance(problem.variance, Tensor) else None
     parameters = (problem.shift, problem.log_prior, variance_tensor)
@@ -375,7 +375,7 @@ def _fused_is_fastest(problem: MixtureProblem) -> bool:
         return False
     if sdpa.is_plain_softmax(problem) or _fused_unsupported(problem) is not None:
         return False
-    return problem.query.shape[2] >= FEWEST_QUERIES or fused.may_decode(problem)
+    return problem.query.shape[2] >= FEWEST_QUERIES or fused.is_step(problem)
 
 
 def _stock_kernels_would_materialise(problem: MixtureProblem) -> bool:

@@ -9,7 +9,7 @@ from cases import KINDS, OUTPUT_CAP
 from triton_cases import FLOAT16, FLOAT32, HALF, INTERPRETED, attend, error_of, make_inputs
 
 import mgk
-from mgk.ops.triton import launch, operator
+from mgk.ops.triton import generation, launch
 
 KEYS = 70 if INTERPRETED else 1000
 SIZES = {"batch": 2, "heads": 2, "queries": 1, "keys": KEYS, "dim": 16, "value_dim": 24, "dtype": HALF}
@@ -105,8 +105,8 @@ def test_how_keys_are_split_changes_rounding_alone(kind, device, monkeypatch):
     inputs = make_inputs(kind=kind, device=device, **SIZES)
     expected = oracle.attention(inputs)
     for most in (1, 2, 5):
-        monkeypatch.setattr(operator, "MOST_SPLITS", most)
-        monkeypatch.setattr(operator, "LEAST_BLOCKS", 1)
+        monkeypatch.setattr(generation, "MOST_SPLITS", most)
+        monkeypatch.setattr(generation, "LEAST_BLOCKS", 1)
         assert error_of(attend(inputs), expected) <= OUTPUT_CAP[HALF]
 
 

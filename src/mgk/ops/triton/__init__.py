@@ -13,8 +13,11 @@ from torch import Tensor
 
 from mgk.ops.autograd import with_zero_gradients
 from mgk.ops.problem import MixtureProblem
-from mgk.ops.triton.operator import _run_decode, attend, fused_decode, fused_responsibilities, is_unwatched
+from mgk.ops.triton.generation import attend_in_step, is_step
+from mgk.ops.triton.operator import attend, fused_responsibilities, scales_of
 from mgk.ops.triton.tuning import is_interpreted
+
+__all__ = ["attend_in_step", "attention", "is_step", "log_normaliser", "responsibility_sums", "unsupported"]
 
 LARGEST_WIDTH = 256
 MOST_COMPONENTS = 8
@@ -80,38 +83,6 @@ def attention(problem: MixtureProblem, spans: tuple[Tensor | None, Tensor | None
     return with_zero_gradients(out, *[whole for whole, used in pairs if used is None])
 
 
-MOST_ROWS = 64
-"""Queries times the heads that share a key, up to which the keys are split between programs."""
-FEW_QUERIES = 16
-
-
-def may_decode(problem: MixtureProblem) -> bool:
-    """Whether a call is a step of generation: few queries, no gradient, nothing that needs to know every pair."""
-    tensors = (problem.query, problem.key, problem.value, problem.shift, problem.log_prior, problem.variance)
-    needs_graph = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
-    return (
-        problem.query.shape[2] < FEW_QUERIES
-        and problem.query.shape[2] * problem.group_size <= MOST_ROWS
-        and problem.query.dtype in (torch.bfloat16, torch.float16)
-        and problem.attn_mask is None
-        and problem.dropout_p == 0
-        and not needs_graph
-    )
-
-
-def decode_attention(problem: MixtureProblem) -> Tensor:
-    """``[B, H, Nq, Dv]``, where :func:`may_decode` allows it. What stands at masked keys is never read."""
-    hard = problem.assignment == "hard"
-    scale, scales = _scale(problem)
-    query, log_prior = problem.query, None if hard else problem.log_prior
-    if problem.query_mask is not None:
-        query = query.masked_fill(~problem.query_mask[:, None, :, None], 0.0)
-    arguments = (query, problem.key, problem.value, problem.shift, log_prior, scales, problem.key_mask)
-    run = _run_decode if is_unwatched(*arguments) else fused_decode
-    out = run(*arguments, scale, problem.similarity == "gaussian", problem.is_causal, hard)
-    return out if problem.query_mask is None else out.masked_fill(~problem.query_mask[:, None, :, None], 0.0)
-
-
 def log_normaliser(problem: MixtureProblem) -> Tensor:
     """``log sum_j sum_r prior[r] exp(similarity)``, fp32 ``[B, H, Nq]``, -inf for a row without a visible key."""
     # The kernel wants values; the narrowest it takes, and they come to nothing.
@@ -132,7 +103,7 @@ def responsibility_sums(problem: MixtureProblem, query_spans: Tensor | None = No
     """``sum over visible (i, j) of p(r | i, j)``, ``[Hkv, M]``: the E-step. Not differentiable."""
     with torch.no_grad():
         query, key = _operands(problem)
-        scale, scales = _scale(problem)
+        scale, scales = scales_of(problem)
         return fused_responsibilities(
             query, key, problem.shift, problem.log_prior, scales, problem.attn_mask, problem.key_mask,
             problem.query_mask, query_spans, scale, problem.similarity == "gaussian", problem.is_causal,
@@ -146,7 +117,7 @@ def _attend(
     spans: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
     query, key = _operands(problem)
-    scale, scales = _scale(problem)
+    scale, scales = scales_of(problem)
     return attend(
         query, key, value, problem.shift, problem.log_prior, scales, problem.attn_mask, problem.key_mask,
         problem.query_mask, seed, *spans, scale, problem.similarity == "gaussian", problem.is_causal,
@@ -158,9 +129,3 @@ def _operands(problem: MixtureProblem) -> tuple[Tensor, Tensor]:
     """Query and key as the kernels multiply them: products of half-precision numbers are exact in fp32 as they came,
     those of fp32 numbers lose digits far from zero."""
     return problem.centred() if problem.query.dtype == torch.float32 else (problem.query, problem.key)
-
-
-def _scale(problem: MixtureProblem) -> tuple[float, Tensor | None]:
-    if isinstance(problem.variance, float):
-        return 1.0 / problem.variance, None
-    return 1.0, problem.variance.float().reciprocal()

@@ -20,7 +20,8 @@ from torch.utils.flop_counter import register_flop_formula
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mgk.ops.autograd import NO_SECOND_ORDER
-from mgk.ops.triton import backward, decode, forward, preparation, replay, statistics, tuning
+from mgk.ops.problem import MixtureProblem
+from mgk.ops.triton import backward, forward, preparation, replay, statistics, tuning
 from mgk.ops.triton.launch import launch
 
 LOG2_E = math.log2(math.e)
@@ -32,10 +33,6 @@ BLOCK = 1024
 SMALL = tuning.Tile(0, 0, 2, 1)
 # As many programs as keep a large GPU busy.
 PROGRAMS = 264
-# Shares into which the keys of a head are split at most, for a few queries.
-MOST_SPLITS = 128
-# Blocks of keys that a share has at least, unless there are fewer.
-LEAST_BLOCKS = 2
 # Numbers that a program adds to its sums at a time.
 ADDED_TOGETHER = 16384
 
@@ -177,8 +174,8 @@ class _Call(TermsLayout):
         total = self.batch * (self.heads * row_blocks + self.kv_heads * column_blocks)
         enough = 2 if tuning.is_interpreted() else 4 * PROGRAMS
         together = max(1, min(total // enough, 8))
-        row_programs = self.batch * self.heads * _blocks(row_blocks, together)
-        column_programs = self.batch * self.kv_heads * _blocks(column_blocks, together)
+        row_programs = self.batch * self.heads * count_blocks(row_blocks, together)
+        column_programs = self.batch * self.kv_heads * count_blocks(column_blocks, together)
         prior, prior_strides = self.log_prior, (0, 0, 0)
         if prior is not None:
             prior_strides = (prior.stride(0), prior.stride(1), prior.stride(2) if prior.shape[2] > 1 else 0)
@@ -222,7 +219,7 @@ class _Call(TermsLayout):
     def _random_keys(self, count: int, stream: int) -> Tensor:
         keys = torch.empty(count, dtype=torch.int32, device=self.device)
         arguments = (self.seed, keys, count, stream)
-        launch(preparation.random_keys, _blocks(count, BLOCK), arguments, {"BLOCK": BLOCK}, SMALL)
+        launch(preparation.random_keys, count_blocks(count, BLOCK), arguments, {"BLOCK": BLOCK}, SMALL)
         return keys
 
     def tile(self, name: str) -> tuning.Tile:
@@ -258,7 +255,7 @@ def _rows_of_small_kernels(width: int) -> int:
     return 1 << (fitting.bit_length() - 1)
 
 
-def _blocks(length: int, size: int) -> int:
+def count_blocks(length: int, size: int) -> int:
     return -(-length // size)
 
 
@@ -314,6 +311,13 @@ def _strides_for_copies(shape: tuple[int, ...], strides: tuple[int, ...], elemen
     )
 
 
+def scales_of(problem: MixtureProblem) -> tuple[float, Tensor | None]:
+    """``1 / variance``: a number for all components, or ``[Hkv, M]``."""
+    if isinstance(problem.variance, float):
+        return 1.0 / problem.variance, None
+    return 1.0, problem.variance.float().reciprocal()
+
+
 def valid_range(mask: Tensor | None, batch: int, length: int, like: Tensor) -> Tensor:
     """First valid position and one past the last, ``int32 [B, 2]``; ``(0, 0)`` where nothing is valid."""
     if mask is None:
@@ -325,7 +329,7 @@ def valid_range(mask: Tensor | None, batch: int, length: int, like: Tensor) -> T
     return torch.stack([first, last], dim=-1).masked_fill(~mask.any(-1, keepdim=True), 0).to(torch.int32)
 
 
-def _on_device(tensor: Tensor) -> AbstractContextManager[object]:
+def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     device = tensor.device
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
@@ -369,7 +373,7 @@ def _run_forward(
     Returns:
         ``[B, H, Nq, Dv]``, fp32 ``[B, H, Nq]``, and what backward wants to know of rows and columns.
     """
-    with _on_device(query):
+    with on_device(query):
         # The forward kernel makes the rows of a pair itself.
         call = _Call(
             query, key, value, shift, log_prior, scales, attn_mask, key_mask, query_mask, seed, query_spans,
@@ -399,7 +403,7 @@ def _run_forward(
 
         def run(tile: tuning.Tile) -> None:
             # Rows are made up to the end of the padding, which backward reads.
-            blocks = _blocks(call.padded_queries if call.paired else call.queries, tile.rows)
+            blocks = count_blocks(call.padded_queries if call.paired else call.queries, tile.rows)
             launch(
                 forward.attention_forward,
                 blocks * call.batch * call.heads,
@@ -418,13 +422,13 @@ def _run_forward(
 
         call.run("forward", run)
         tile = call.tile("repair")
-        blocks = _blocks(call.queries, tile.rows)
+        blocks = count_blocks(call.queries, tile.rows)
         enough = 2 if tuning.is_interpreted() else PROGRAMS
         together = blocks * call.batch * call.heads // enough
         together = max(1, min(together, forward.MOST_ROWS_TOGETHER.value // tile.rows, blocks))
         launch(
             forward.attention_repair,
-            _blocks(blocks, together) * call.batch * call.heads,
+            count_blocks(blocks, together) * call.batch * call.heads,
             (
                 call.query, call.key, values, out, call.row, call.column, call.level, call.scales, normaliser,
                 *masks,
@@ -448,7 +452,7 @@ def _run_backward(
 
     Without ``grad_normaliser`` only the attention has been used.
     """
-    with _on_device(query):
+    with on_device(query):
         call = _Call(
             query, key, value, shift, log_prior, scales, attn_mask, key_mask, query_mask, seed, query_spans,
             key_spans, scale, gaussian, is_causal, hard, dropout_p, terms,
@@ -507,7 +511,7 @@ def _run_backward(
 
         def run_key_value(tile: tuning.Tile) -> None:
             nonlocal key_shares
-            blocks = _blocks(call.keys, tile.columns)
+            blocks = count_blocks(call.keys, tile.columns)
             if shift is not None and gaussian:
                 key_shares = call._new(call.kv_heads, components, call.batch * blocks, widths["D"])
             tensors = (
@@ -530,7 +534,7 @@ def _run_backward(
 
         def run_query(tile: tuning.Tile) -> None:
             nonlocal query_shares
-            blocks = _blocks(call.queries, tile.rows)
+            blocks = count_blocks(call.queries, tile.rows)
             if shift is not None:
                 query_shares = call._new(call.kv_heads, components, call.batch * group_size * blocks, widths["D"])
             launch(
@@ -638,13 +642,13 @@ def fused_responsibilities(
     scale: float, gaussian: bool, is_causal: bool,
 ) -> Tensor:  # fmt: skip
     """``sum over visible (i, j) of p(r | i, j)``, ``[Hkv, M]``."""
-    with _on_device(query):
+    with on_device(query):
         call = _Call(
             query, key, None, shift, log_prior, scales, attn_mask, key_mask, None, None, query_spans, None, scale,
             gaussian, is_causal, False, 0.0,
         )  # fmt: skip
         tile = call.tile("query")
-        blocks = _blocks(call.queries, tile.rows)
+        blocks = count_blocks(call.queries, tile.rows)
         sums = call._new(blocks * call.batch * call.heads, 8)
         launch(
             statistics.responsibilities,
@@ -666,88 +670,6 @@ def fused_responsibilities(
         )  # fmt: skip
     by_head = sums.view(call.batch, call.kv_heads, -1, 8)[..., : call.components]
     return by_head.sum(dim=(0, 2), dtype=torch.float64).float()
-
-
-@torch.library.custom_op("mgk::fused_decode", mutates_args=())
-def fused_decode(
-    query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
-    key_mask: Tensor | None, scale: float, gaussian: bool, is_causal: bool, hard: bool,
-) -> Tensor:  # fmt: skip
-    """Attention of a few queries, ``[B, H, Nq, Dv]``, without a gradient. Arguments as of ``fused_attention``."""
-    return _run_decode(query, key, value, shift, log_prior, scales, key_mask, scale, gaussian, is_causal, hard)
-
-
-@fused_decode.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    return query.new_empty(*query.shape[:3], value.shape[-1])
-
-
-def _run_decode(
-    query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
-    key_mask: Tensor | None, scale: float, gaussian: bool, is_causal: bool, hard: bool,
-) -> Tensor:  # fmt: skip
-    batch, heads, queries, width = query.shape
-    kv_heads, components, keys = key.shape[1], key.shape[2] if shift is None else shift.shape[1], key.shape[3]
-    group_size = heads // kv_heads
-    rows, value_width = group_size * queries, value.shape[-1]
-    tile = tuning.choose_decode_tile(max(width, value_width), 1 if shift is not None else components)
-    # As many programs as keep the GPU busy, but each with some blocks of its own.
-    wanted = 3 if tuning.is_interpreted() else _blocks(4 * PROGRAMS, batch * kv_heads)
-    splits = max(1, min(wanted, _blocks(keys, LEAST_BLOCKS * tile.columns), MOST_SPLITS))
-    keys_per_split = _blocks(_blocks(keys, splits), tile.columns) * tile.columns
-    splits = _blocks(keys, keys_per_split)
-    block_v = block_width(value_width)
-    with _on_device(query):
-        query, key, value = (_with_dense_rows(tensor) for tensor in (query, key, value))
-        partial = query.new_empty(batch * kv_heads, splits, rows, block_v, dtype=torch.float32)
-        maximum = query.new_empty(batch * kv_heads, splits, rows, dtype=torch.float32)
-        sums = torch.empty_like(maximum)
-        out = query.new_empty(batch, heads, queries, value_width)
-        prior_strides = (0, 0, 0)
-        if log_prior is not None:
-            by_position = log_prior.stride(2) if log_prior.shape[2] > 1 else 0
-            prior_strides = (log_prior.stride(0), log_prior.stride(1), by_position)
-        own_scales = None if scales is None else (scales.float() * LOG2_E).contiguous()
-        launch(
-            decode.decode_split,
-            batch * kv_heads * splits,
-            (
-                query, key, value, None if shift is None else shift.float().contiguous(), log_prior, own_scales,
-                key_mask, partial, maximum, sums, *query.stride()[:3], *key.stride()[:4], *value.stride()[:3],
-                *prior_strides, *((0, 0) if key_mask is None else key_mask.stride()), scale * LOG2_E, heads,
-                group_size, queries, keys, keys_per_split, splits, width, value_width,
-            ),
-            {
-                "M": components,
-                "SHARED": shift is not None or components == 1,
-                "HARD": hard,
-                "GAUSSIAN": gaussian,
-                "EQUAL": scales is None,
-                "HAS_SHIFT": shift is not None,
-                "HAS_PRIOR": log_prior is not None,
-                "HAS_KEY_MASK": key_mask is not None,
-                "CAUSAL": is_causal and queries > 1,
-                "PRECISION": "ieee",
-                "ROWS": max(16, 1 << (rows - 1).bit_length()),
-                "BLOCK_J": tile.columns,
-                "D": block_width(width),
-                "DV": block_v,
-            },
-            tile,
-        )  # fmt: skip
-        launch(
-            decode.decode_merge,
-            batch * kv_heads * rows,
-            (partial, maximum, sums, out, splits, rows, value_width),
-            {"SPLITS": max(2, 1 << (splits - 1).bit_length()), "DV": block_v},
-            SMALL,
-        )
-    return out
-
-
-def _with_dense_rows(tensor: Tensor) -> Tensor:
-    """As it is, if the numbers of a row lie side by side."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
 @fused_attention.register_fake
@@ -895,7 +817,7 @@ def is_unwatched(*tensors: Tensor | None) -> bool:
     return all(t is None or (type(t) in (Tensor, Parameter) and t.device.type != "meta") for t in tensors)
 
 
-def _visible_pairs(query_shape: Any, num_keys: int, is_causal: bool) -> int:
+def visible_pairs(query_shape: Any, num_keys: int, is_causal: bool) -> int:
     batch, heads, num_queries, _ = query_shape
     if not is_causal:
         return int(batch * heads * num_queries * num_keys)
@@ -908,14 +830,7 @@ def _forward_flops(query_shape: Any, key_shape: Any, value_shape: Any, *args: An
     """One product of query and key for each key tensor, one of weights and values. Pairs behind the diagonal are not
     counted; those behind other masks are, since their number depends on data."""
     is_causal = bool(args[11])
-    pairs = _visible_pairs(query_shape, key_shape[3], is_causal)
-    return 2 * pairs * (key_shape[2] * query_shape[3] + value_shape[3])
-
-
-@register_flop_formula(torch.ops.mgk.fused_decode)
-def _decode_flops(query_shape: Any, key_shape: Any, value_shape: Any, *args: Any, **_: Any) -> int:
-    """As forward."""
-    pairs = _visible_pairs(query_shape, key_shape[3], bool(args[6]) and query_shape[2] > 1)
+    pairs = visible_pairs(query_shape, key_shape[3], is_causal)
     return 2 * pairs * (key_shape[2] * query_shape[3] + value_shape[3])
 
 
@@ -926,5 +841,5 @@ def _backward_flops(
 ) -> int:  # fmt: skip
     """Both kernels compute logits and weight gradients; then come dv and dk, and dq."""
     is_causal = bool(args[11])
-    pairs = _visible_pairs(query_shape, key_shape[3], is_causal)
+    pairs = visible_pairs(query_shape, key_shape[3], is_causal)
     return 2 * pairs * (4 * key_shape[2] * query_shape[3] + 3 * value_shape[3])
