@@ -241,20 +241,23 @@ def test_pairs():
     batch = pairs.batch(0, 1)
     for tokens, mask, label in zip(batch["pair_input_ids"], batch["pair_attention_mask"], batch["labels"], strict=True):
         assert tokens[mask.bool()].tolist() == sequences[9 - int(label)].tolist()
-    with pytest.raises(ValueError, match="pack must be False for pairs"):
-        Samples(sequences=sequences, labels=np.arange(10), second=second, batch_size=5, pack=True)
+    pairs = Samples(sequences=sequences, labels=np.arange(10), first=first, second=second, batch_size=5, pack=True)
+    batch = pairs.batch(0, 1)
+    parts = batch["pair_input_ids"][0].tensor_split(batch["pair_cu_seq_lens_q"][1:-1].long())
+    for tokens, label in zip(parts, batch["labels"], strict=True):
+        assert tokens.tolist() == sequences[9 - int(label)].tolist()
 
 
 def test_packed_rows_have_no_padding():
     sequences = make_sequences(20)
     samples = Samples(sequences=sequences, labels=np.arange(20), batch_size=5, longest=12, pack=True)
     batch = samples.batch(0, 0)
-    ends = batch["cu_seqlens"]
+    ends = batch["cu_seq_lens_q"]
+    assert ends.dtype == torch.int32
     assert batch["input_ids"].shape == (1, int(ends[-1]))
     for place, label in enumerate(batch["labels"].tolist()):
         part = slice(int(ends[place]), int(ends[place + 1]))
         assert batch["input_ids"][0, part].tolist() == sequences[label][:12].tolist()
-        assert batch["position_ids"][0, part].tolist() == list(range(part.stop - part.start))
 
 
 def test_windows_read_the_stream_in_order():

@@ -1,10 +1,14 @@
 """Models on packed sequences: what they give for each is what they give for it alone."""
 
+import numpy as np
 import pytest
 import torch
 from cases import DEVICE, relative_error
 from model_cases import make_inputs, make_labels, make_model
 from transformers import DataCollatorWithFlattening
+
+from mgk.data.batches import Samples
+from mgk.data.store import Sequences
 
 ATTENTIONS = ["softmax", "gaussian", "mgk", "smgk", "mgk-hard", "smgk-em"]
 every_attention = pytest.mark.parametrize("attention", ATTENTIONS)
@@ -57,6 +61,23 @@ def test_a_language_model_takes_packed_sequences(kind, attention):
     ]
     assert relative_error(states, torch.cat(alone)) <= 1e-10
     assert model(**packed, use_cache=True).past_key_values is None
+
+
+@pytest.mark.parametrize("kind", ["classifier", "matcher"])
+def test_batches_of_our_own(kind):
+    """``Samples(pack=True)`` gives what the models take."""
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(1, 12, 16)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    sequences = Sequences(tokens=generator.integers(3, 53, offsets[-1]).astype(np.uint8), offsets=offsets)
+    pairs = {"second": np.arange(16)[::-1].copy()} if kind == "matcher" else {}
+    model = make_model(kind)
+    results = []
+    for pack in (False, True):
+        samples = Samples(sequences=sequences, labels=np.arange(16) % 2, batch_size=8, longest=10, pack=pack, **pairs)
+        results.append(model(**{name: tensor.to(DEVICE) for name, tensor in samples.batch(0, 1).items()}))
+    assert relative_error(results[1].logits, results[0].logits) <= 1e-10
+    assert torch.isclose(results[1].loss, results[0].loss, rtol=1e-10)
 
 
 def test_the_collator_of_transformers():

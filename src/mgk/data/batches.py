@@ -154,7 +154,7 @@ def _windows(tokens: NDArray[Any], starts: NDArray[np.int64], width: int) -> NDA
 def packed(sequences: Sequences, rows: NDArray[np.int64], longest: int) -> dict[str, Tensor]:
     """Sequences one after the other in a single row, ``input_ids [1, T]``, without any padding.
 
-    ``position_ids`` start anew with each, which is how the models tell them apart; ``cu_seqlens`` are their boundaries.
+    ``cu_seq_lens_q``, int32 ``[rows + 1]``, says where each begins, as the models want to be told.
     """
     starts = sequences.offsets[rows]
     lengths = np.minimum(sequences.offsets[rows + 1] - starts, longest)
@@ -164,8 +164,7 @@ def packed(sequences: Sequences, rows: NDArray[np.int64], longest: int) -> dict[
     boundaries = np.concatenate([[0], ends]).astype(np.int32)
     return {
         "input_ids": torch.from_numpy(tokens.astype(np.int64))[None],
-        "position_ids": torch.from_numpy(position)[None],
-        "cu_seqlens": torch.from_numpy(boundaries),
+        "cu_seq_lens_q": torch.from_numpy(boundaries),
     }
 
 
@@ -207,7 +206,7 @@ class Samples:
     drop_last: bool = True
     """Leave out what does not fill a batch on every rank."""
     pack: bool = False
-    """One row without padding instead (not for pairs)."""
+    """One row without padding instead, with ``cu_seq_lens_q`` (and ``pair_cu_seq_lens_q``) in place of the mask."""
     rank: int = 0
     ranks: int = 1
     _orders: dict[int, NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False)
@@ -218,8 +217,6 @@ class Samples:
             raise ValueError(
                 f"batch_size and multiple_of must be at least 1, got {self.batch_size} and {self.multiple_of}"
             )
-        if self.pack and self.second is not None:
-            raise ValueError("pack must be False for pairs, got True")
         rest = len(self.labels) % (self.batch_size * self.ranks)
         if len(self) == 0 or (not self.drop_last and 0 < rest < self.ranks):
             raise ValueError(
@@ -243,7 +240,11 @@ class Samples:
         first = rows if self.first is None else self.first[rows]
         labels = torch.from_numpy(np.asarray(self.labels[rows], dtype=np.int64))
         if self.pack:
-            return {**packed(self.sequences, first, self.longest), "labels": labels}
+            batch = {**packed(self.sequences, first, self.longest), "labels": labels}
+            if self.second is not None:
+                pair = packed(self.sequences, self.second[rows], self.longest)
+                batch |= {f"pair_{name}": tensor for name, tensor in pair.items()}
+            return batch
         tokens, mask = padded(self.sequences, first, self.longest, self.width, self.multiple_of)
         batch = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
         if self.second is not None:
