@@ -16,9 +16,7 @@ import triton.language as tl
 
 from mgk.ops.triton.tiles import VARYING
 
-DECODE_VARYING = [
-    *VARYING, "keys_per_split", "num_splits", "stride_key_component", "stride_mask_key", "width", "value_width",
-]  # fmt: skip
+DECODE_VARYING = [*VARYING, "keys_per_split", "num_splits", "stride_key_component", "stride_mask_key"]
 
 
 @triton.jit(do_not_specialize=DECODE_VARYING)
@@ -33,6 +31,15 @@ def decode_split(
     PRECISION: tl.constexpr, ROWS: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """One program for one share of the keys of one key/value head: ``partial [.., rows, Dv]``, maximum and sum."""
+    # Rows start at multiples of 16 bytes, as in `load_rows`.
+    STEP: tl.constexpr = 128 // p_key.dtype.element_ty.primitive_bitwidth
+    stride_key_batch = stride_key_batch // STEP * STEP
+    stride_key_head = stride_key_head // STEP * STEP
+    stride_key_component = stride_key_component // STEP * STEP
+    stride_key_token = stride_key_token // STEP * STEP
+    stride_value_batch = stride_value_batch // STEP * STEP
+    stride_value_head = stride_value_head // STEP * STEP
+    stride_value_token = stride_value_token // STEP * STEP
     i_split = tl.program_id(0) % num_splits
     i_kv = tl.program_id(0) // num_splits
     num_kv_heads = num_heads // group_size

@@ -15,6 +15,7 @@ from mgk.ops.triton.operator import (
     LOG2_E,
     PROGRAMS,
     SMALL,
+    aligned,
     block_width,
     count_blocks,
     is_unwatched,
@@ -89,7 +90,8 @@ def run(
     splits = count_blocks(keys, keys_per_split)
     block_v = block_width(value_width)
     with on_device(query):
-        query, key, value = (_with_dense_rows(tensor) for tensor in (query, key, value))
+        # As a rule a cache is aligned: what is not must be copied.
+        query, key, value = aligned(query), aligned(key), aligned(value)
         partial = query.new_empty(batch * kv_heads, splits, rows, block_v, dtype=torch.float32)
         maximum = query.new_empty(batch * kv_heads, splits, rows, dtype=torch.float32)
         sums = torch.empty_like(maximum)
@@ -134,11 +136,6 @@ def run(
             SMALL,
         )
     return out
-
-
-def _with_dense_rows(tensor: Tensor) -> Tensor:
-    """As it is, if the numbers of a row lie side by side."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
 @register_flop_formula(torch.ops.mgk.fused_decode)

@@ -260,7 +260,7 @@ def count_blocks(length: int, size: int) -> int:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """``[B, H, N, D]`` as the copy engine reads it: rows start at multiples of 16 bytes. A copy only where needed."""
+    """``[..., N, D]`` as the copy engine reads it: rows start at multiples of 16 bytes. A copy only where needed."""
     step = 16 // tensor.element_size()
     if _strides_fit(tuple(tensor.shape), tensor.stride(), step) and tensor.data_ptr() % 16 == 0:
         return tensor
