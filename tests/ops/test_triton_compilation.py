@@ -142,7 +142,10 @@ def translate(kernel, arguments, constants, tile):
     return source.make_ir(TARGET, options, functions, backend.get_module_map(), context)
 
 
-@pytest.mark.parametrize("configuration", [*CONFIGURATIONS, *map(in_half_precision, PRESETS)], ids=str)
+EVERY_OTHER = [pytest.param(case, marks=[pytest.mark.slow] * (i % 2)) for i, case in enumerate(CONFIGURATIONS)]
+
+
+@pytest.mark.parametrize("configuration", [*EVERY_OTHER, *map(in_half_precision, PRESETS)], ids=str)
 def test_every_kernel_translates(configuration, started):
     call(configuration)
     assert {kernel.__name__ for kernel, *_ in started} >= {
