@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt
 
 test: $(READY)  ## the test suite, on two cores, with coverage; the fused kernels in Triton's interpreter
 	$(BIN)/pytest -n 2 -m "not gpu and not slow" --ignore tests/ops/triton --cov --cov-fail-under=95
-	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 -m "not gpu and not slow" tests/ops/triton  # coverage would triple its time
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 -m "not gpu and not slow" tests/ops/triton  # without coverage, which is slow there
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
