@@ -133,7 +133,9 @@ def test_gradient_checkpointing():
         ),
     ],
 )
-def test_bad_inputs(change, message):
+def test_bad_inputs(change, message, monkeypatch):
+    # On a GPU, too, boundaries are looked at.
+    monkeypatch.setattr("mgk.ops.validation._debug_checks", True)
     packed = pack(make_inputs("classifier", padding_side="right"))
     with pytest.raises((ValueError, TypeError), match=message):
         make_model("classifier")(**{**packed, **change})

@@ -171,7 +171,8 @@ def mixture_responsibilities_varlen(
 def sequence_of_tokens(boundaries: Tensor, num_tokens: int) -> Tensor:
     """int64 ``[T]``: which sequence each token belongs to."""
     token = torch.arange(num_tokens, device=boundaries.device)
-    return torch.searchsorted(boundaries[1:].long(), token, right=True)
+    # All boundaries, not those behind the first: the compiler of PyTorch 2.11 cannot search in a part of a tensor.
+    return torch.searchsorted(boundaries.long(), token, right=True) - 1
 
 
 def pairs_within_sequences(

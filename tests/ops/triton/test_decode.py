@@ -73,7 +73,7 @@ def test_slots_that_hold_nothing_are_not_read(kind, side, device):
     if side == "unwritten":
         valid[0, 3:] = valid[1, KEYS - 20 :] = False
     elif side == "left":
-        valid[0, : KEYS - 3] = False
+        valid[0, : KEYS - 20] = False
     elif side == "holes":
         valid[:, 1::3] = False
     else:

@@ -10,7 +10,7 @@ from mgk.ops.triton import launch
 
 @pytest.mark.parametrize("attention", ["smgk", "mgk", "smgk-hard"])
 @pytest.mark.parametrize("cache", [None, "static"])
-def test_tokens_are_those_of_the_reference(attention, cache, monkeypatch):
+def test_tokens_are_the_likeliest_of_the_reference(attention, cache, monkeypatch):
     """P16: a prompt of a few tokens and every step after it, in half precision."""
     names, start = set(), launch._start
     monkeypatch.setattr(
@@ -18,11 +18,15 @@ def test_tokens_are_those_of_the_reference(attention, cache, monkeypatch):
     )
     options = {} if cache is None else {"cache_implementation": cache, "disable_compile": True}
     inputs = make_inputs("modern", padding_side="left", tokens=7)
-    tokens = {}
-    for implementation, dtype in (("eager", torch.float32), ("triton", HALF)):
-        model = make_model("modern", attention, dtype=dtype, num_key_value_heads=2)
-        model.set_attn_implementation(implementation)
-        names.clear()
-        tokens[implementation] = model.generate(**inputs, max_new_tokens=5, do_sample=False, **options)
+    model = make_model("modern", attention, dtype=HALF, num_key_value_heads=2)
+    model.set_attn_implementation("triton")
+    tokens = model.generate(**inputs, max_new_tokens=5, do_sample=False, **options)
     assert names == {"decode_split", "decode_merge"}
-    assert torch.equal(tokens["triton"], tokens["eager"])
+    # Two tokens may be almost equally likely: none that was taken is less likely than another by more than rounding.
+    reference = make_model("modern", attention, dtype=torch.float32, num_key_value_heads=2)
+    reference.set_attn_implementation("eager")
+    mask = torch.cat([inputs["attention_mask"], torch.ones_like(tokens[:, 7:])], dim=1)
+    logits = reference(tokens, attention_mask=mask).logits[:, 6:-1].log_softmax(-1)
+    taken = logits.gather(-1, tokens[:, 7:, None])[..., 0]
+    assert tokens.shape == (3, 12)
+    assert (logits.amax(-1) - taken <= 0.05).all()

@@ -11,11 +11,11 @@ from triton_cases import (
     GRADIENT_CAP,
     INTERPRETED,
     ONE_DTYPE,
-    PARAMETER_CAP,
     TOKENS,
     error_of,
     exactly,
-    rms,
+    gradient_caps,
+    gradient_errors,
 )  # fmt: skip
 
 import mgk
@@ -50,12 +50,9 @@ def test_packed_is_padded(kind, dtype, options, device):
     out, gradients = with_gradients(attend_packed, inputs, BACKEND, grad)
     expected, expected_gradients = with_gradients(attend_padded, exactly(inputs), "reference", grad.double())
     assert error_of(out, expected) <= OUTPUT_CAP[dtype]
-    floor = 0.1 * rms(expected_gradients["value"])
-    hard = options.get("assignment") == "hard"
-    for name, gradient in gradients.items():
-        cap = GRADIENT_CAP[dtype] if name in TOKENS else PARAMETER_CAP[dtype]
-        cap = max(cap, 2e-2) if hard and name != "value" else cap
-        assert error_of(gradient, expected_gradients[name].double(), floor) <= cap, name
+    caps = gradient_caps(inputs)
+    for name, error in gradient_errors(gradients, expected_gradients).items():
+        assert error <= caps[name], name
 
 
 @every_kind

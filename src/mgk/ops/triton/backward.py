@@ -21,7 +21,6 @@ import triton.language as tl
 from mgk.ops.triton.tiles import (
     HEAD_NUMBERS,
     VARYING,
-    VARYING_BUT_GROUPS,
     VARYING_WITH_WIDTH,
     component_bias,
     finite,
@@ -38,12 +37,12 @@ from mgk.ops.triton.tiles import (
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def attention_delta(
     p_out, p_grad_out, p_normaliser, p_grad_normaliser, p_row, p_level, p_reference, p_delta, stride_out_batch,
-    stride_out_head, stride_out_token, stride_grad_batch, stride_grad_head, stride_grad_token, num_heads, group_size,
-    num_queries,
-    padded_queries, num_blocks, width, M: tl.constexpr, PAIRED: tl.constexpr, HAS_LEVEL: tl.constexpr,
+    stride_out_head, stride_out_token, stride_grad_batch, stride_grad_head, stride_grad_token, keep_probability,
+    num_heads, group_size, num_queries, padded_queries, num_blocks, width, M: tl.constexpr, PAIRED: tl.constexpr, HAS_LEVEL: tl.constexpr,
     HAS_GRAD_NORMALISER: tl.constexpr, BLOCK_I: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """What the two kernels need of each row, padded: ``reference`` (in units of log 2) and ``delta``."""
+    """What the two kernels need of each row, padded: ``reference`` (in units of log 2) and ``delta``, which is given for
+    gradients that are divided by the probability to keep a pair only when all of them are added up."""
     i_block = tl.program_id(0) % num_blocks
     i_head = tl.program_id(0) // num_blocks
     o_first = i_block * BLOCK_I
@@ -72,7 +71,7 @@ def attention_delta(
     b_reference = tl.where(b_normaliser == float("-inf"), float("inf"), b_reference)
     o_padded = i_head.to(tl.int64) * padded_queries + o_i
     tl.store(p_reference + o_padded, b_reference)
-    tl.store(p_delta + o_padded, b_delta)
+    tl.store(p_delta + o_padded, b_delta * keep_probability)
 
 
 @triton.jit(do_not_specialize=["num_query_shares", "num_key_shares", "num_columns", "width"])
@@ -107,7 +106,7 @@ def _sum_of_rows(p_rows, num_rows, ROWS: tl.constexpr, D: tl.constexpr):
     return tl.sum(b_sum, 0)
 
 
-@triton.jit(do_not_specialize=VARYING_BUT_GROUPS, do_not_specialize_on_alignment=HEAD_NUMBERS)
+@triton.jit(do_not_specialize=VARYING_WITH_WIDTH, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def attention_backward_key_value(
     d_query, d_key, d_value, d_grad_out, d_grad_key, d_grad_value, p_row, p_column, p_alpha, p_rho, p_scale,
     p_shift, p_reference, p_delta, p_wide, p_grad_column, p_grad_scale, p_share, p_origin, p_mask, p_key_range,
@@ -118,10 +117,11 @@ def attention_backward_key_value(
     M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, WIDE: tl.constexpr, HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_RANGE: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    GAUSSIAN: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_ORIGIN: tl.constexpr,
+    GAUSSIAN: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_ORIGIN: tl.constexpr, ONE_GROUP: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """One program for one block of keys of one key/value head: ``dk``, ``dv``, ``dcolumn``, ``dscale``."""
+    """One program for one block of keys of one key/value head: ``dk``, ``dv``, ``dcolumn``, ``dscale``. ``ONE_GROUP``
+    tells the compiler that a key has one query head, where it makes better use of that than of a loop."""
     i_block = tl.program_id(0) % num_blocks
     i_kv = tl.program_id(0) // num_blocks
     num_kv_heads = num_heads // group_size
@@ -164,7 +164,7 @@ def attention_backward_key_value(
         b_grad_key = tl.zeros([BLOCK_J, D], tl.float32)
         b_sum = tl.zeros([BLOCK_J], tl.float32)
         b_both_sum = tl.zeros([BLOCK_J], tl.float32)
-        for g in range(group_size):
+        for g in range(1 if ONE_GROUP else group_size):
             i_query_head = i_kv_head * group_size + g
             i_head = (i_batch * num_heads + i_query_head).to(tl.int64)
             p_head_row = p_row
@@ -186,7 +186,7 @@ def attention_backward_key_value(
                         b_column_key, d_query, d_key, d_grad_out, p_head_row, p_column, p_head_alpha, p_scale,
                         p_reference + i_head * padded_queries, p_delta + i_head * padded_queries, p_head_mask,
                         p_head_key, i_batch, i_query_head, i_kv_head, r, o_i, o_first, o_j, scale, threshold,
-                        keep_scale, stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys,
+                        stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys,
                         padded_queries, padded_keys,
                         M, SHARED, PAIRED, WIDE, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, DROPOUT,
                         PRECISION, BLOCK_I, BLOCK_J, D, DV,
@@ -196,13 +196,17 @@ def attention_backward_key_value(
                     b_grad_key, b_grad_value, b_sum, b_both_sum, b_key, b_other_key, b_value, b_column, b_rho,
                     b_column_key, d_query, d_key, d_grad_out, p_head_row, p_column, p_head_alpha, p_scale,
                     p_reference + i_head * padded_queries, p_delta + i_head * padded_queries, p_head_mask, p_head_key,
-                    i_batch, i_query_head, i_kv_head, r, o_i, o_first, o_j, scale, threshold, keep_scale,
+                    i_batch, i_query_head, i_kv_head, r, o_i, o_first, o_j, scale, threshold,
                     stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys, padded_queries,
                     padded_keys,
                     M, SHARED, PAIRED, WIDE, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, DROPOUT,
                     PRECISION, BLOCK_I, BLOCK_J, D, DV,
                 )  # fmt: skip
 
+        if DROPOUT:
+            b_grad_key *= keep_scale
+            b_sum *= keep_scale
+            b_both_sum *= keep_scale
         b_natural = natural_scale if EQUAL else tl.load(p_scale + r) * 0.6931471805599453
         o_column = ((i_kv_head * M + r) * num_samples + i_batch).to(tl.int64) * num_keys + o_j
         if HAS_COLUMN:
@@ -236,6 +240,8 @@ def attention_backward_key_value(
         d_grad_key.store(
             [i_batch, i_out_head, o_first, 0], (b_grad_key * b_natural).to(b_key.dtype).reshape(1, 1, BLOCK_J, D)
         )
+    if DROPOUT:
+        b_grad_value *= keep_scale
     d_grad_value.store([i_batch, i_kv_head, o_first, 0], b_grad_value.to(b_value.dtype).reshape(1, 1, BLOCK_J, DV))
 
 
@@ -244,7 +250,7 @@ def _gather_key_value(
     b_grad_key, b_grad_value, b_sum, b_both_sum, b_key, b_other_key, b_value, b_column, b_rho, b_column_key, d_query,
     d_key, d_grad_out,
     p_row, p_column, p_alpha, p_scale, p_reference, p_delta, p_mask, p_row_key, i_batch, i_query_head, i_kv_head,
-    i_component, o_first_row, o_first_column, o_j, scale, threshold, keep_scale, stride_mask_row, stride_mask_column,
+    i_component, o_first_row, o_first_column, o_j, scale, threshold, stride_mask_row, stride_mask_column,
     causal_offset, num_queries, num_keys, padded_queries, padded_keys,
     M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, WIDE: tl.constexpr, HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr,
@@ -299,6 +305,11 @@ def _gather_key_value(
         )  # fmt: skip
         b_weight = tl.where(b_seen, b_weight, 0.0)
     b_kept_weight = b_weight
+    if DROPOUT:
+        b_row_key = tl.load(p_row_key + o_i)
+        b_kept = is_kept(b_row_key[None, :], b_column_key[:, None], threshold)
+        b_kept_weight = tl.where(b_kept, b_weight, 0.0)
+        b_grad_logit = b_kept_weight * b_grad_weight - b_weight * b_delta[None, :]
     if PAIRED and not HARD:
         if WIDE:
             b_difference = tl.load(p_row + padded_queries + o_i) - tl.load(p_row + o_i)
@@ -306,24 +317,23 @@ def _gather_key_value(
             b_other = tl.math.exp2(b_product * scale + ((b_difference - b_reference)[None, :] + b_step[:, None]))
             if CAUSAL or HAS_MASK:
                 b_other = tl.where(b_seen, b_other, 0.0)
-            b_kept_weight = b_weight + b_other
+            b_kept_other = tl.where(b_kept, b_other, 0.0) if DROPOUT else b_other
+            b_kept_weight += b_kept_other
         else:
             b_ratio = tl.load(p_alpha + o_i)[None, :] * b_rho[:, None]
-            b_kept_weight = b_weight + b_weight * b_ratio
-    if DROPOUT:
-        b_row_key = tl.load(p_row_key + o_i)
-        b_kept = is_kept(b_row_key[None, :], b_column_key[:, None], threshold)
-        b_kept_weight = tl.where(b_kept, b_kept_weight * keep_scale, 0.0)
-        b_grad_weight = tl.where(b_kept, b_grad_weight * keep_scale, 0.0)
-    b_grad_weight -= b_delta[None, :]
-    b_grad_logit = b_weight * b_grad_weight
+            b_kept_weight += b_kept_weight * b_ratio
+    if not DROPOUT:
+        b_grad_weight -= b_delta[None, :]
+        b_grad_logit = b_weight * b_grad_weight
     if PAIRED and HARD:
         b_sum += tl.sum(b_grad_logit * b_share, 1)
         b_both_sum += tl.sum(b_grad_logit, 1)
     elif PAIRED or HAS_COLUMN:
         b_sum += tl.sum(b_grad_logit, 1)
     if PAIRED and not HARD:
-        if WIDE:
+        if WIDE and DROPOUT:
+            b_grad_logit += b_kept_other * b_grad_weight - b_other * b_delta[None, :]
+        elif WIDE:
             b_grad_logit += b_other * b_grad_weight
         else:
             b_grad_logit += b_grad_logit * b_ratio
@@ -352,7 +362,7 @@ def _other_logit(
     )
 
 
-@triton.jit(do_not_specialize=VARYING_BUT_GROUPS, do_not_specialize_on_alignment=HEAD_NUMBERS)
+@triton.jit(do_not_specialize=VARYING_WITH_WIDTH, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def attention_backward_two_keys(
     d_query, d_key, d_value, d_grad_out, d_grad_key, d_grad_value, p_row, p_column, p_scale, p_reference, p_delta,
     p_grad_column, p_grad_scale, p_mask, p_key_range, p_query_range, p_spans, p_row_key, p_column_key,
@@ -414,7 +424,7 @@ def attention_backward_two_keys(
                     b_first_grad, b_second_grad, b_grad_value, b_first_sum, b_second_sum, b_first_key, b_second_key,
                     b_value, b_first_column, b_second_column, b_first_scale, b_second_scale, b_column_key, d_query,
                     d_grad_out, p_head_row, p_reference + i_head * padded_queries, p_delta + i_head * padded_queries,
-                    p_head_mask, p_head_key, i_batch, i_query_head, o_i, o_j, threshold, keep_scale, stride_mask_row,
+                    p_head_mask, p_head_key, i_batch, i_query_head, o_i, o_j, threshold, stride_mask_row,
                     stride_mask_column, causal_offset, num_queries, num_keys, padded_queries,
                     HARD, HAS_ROW, HAS_COLUMN, True, HAS_MASK, DROPOUT, PRECISION, BLOCK_I, D, DV,
                 )  # fmt: skip
@@ -423,7 +433,7 @@ def attention_backward_two_keys(
                 b_first_grad, b_second_grad, b_grad_value, b_first_sum, b_second_sum, b_first_key, b_second_key,
                 b_value, b_first_column, b_second_column, b_first_scale, b_second_scale, b_column_key, d_query,
                 d_grad_out, p_head_row, p_reference + i_head * padded_queries, p_delta + i_head * padded_queries,
-                p_head_mask, p_head_key, i_batch, i_query_head, o_i, o_j, threshold, keep_scale, stride_mask_row,
+                p_head_mask, p_head_key, i_batch, i_query_head, o_i, o_j, threshold, stride_mask_row,
                 stride_mask_column, causal_offset, num_queries, num_keys, padded_queries,
                 HARD, HAS_ROW, HAS_COLUMN, False, HAS_MASK, DROPOUT, PRECISION, BLOCK_I, D, DV,
             )  # fmt: skip
@@ -432,6 +442,9 @@ def attention_backward_two_keys(
         b_key = b_first_key if r == 0 else b_second_key
         b_grad_key = b_first_grad if r == 0 else b_second_grad
         b_sum = b_first_sum if r == 0 else b_second_sum
+        if DROPOUT:
+            b_grad_key *= keep_scale
+            b_sum *= keep_scale
         b_natural = natural_scale if EQUAL else tl.load(p_scale + 2 * i_kv_head + r) * 0.6931471805599453
         o_column = ((2 * i_kv_head + r) * num_samples + i_batch).to(tl.int64) * num_keys + o_j
         if HAS_COLUMN:
@@ -445,6 +458,8 @@ def attention_backward_two_keys(
             [i_batch, 2 * i_kv_head + r, o_first, 0],
             (b_grad_key * b_natural).to(b_key.dtype).reshape(1, 1, BLOCK_J, D),
         )
+    if DROPOUT:
+        b_grad_value *= keep_scale
     d_grad_value.store([i_batch, i_kv_head, o_first, 0], b_grad_value.to(b_value.dtype).reshape(1, 1, BLOCK_J, DV))
 
 
@@ -452,7 +467,7 @@ def attention_backward_two_keys(
 def _gather_two_keys(
     b_first_grad, b_second_grad, b_grad_value, b_first_sum, b_second_sum, b_first_key, b_second_key, b_value,
     b_first_column, b_second_column, b_first_scale, b_second_scale, b_column_key, d_query, d_grad_out, p_row,
-    p_reference, p_delta, p_mask, p_row_key, i_batch, i_query_head, o_first_row, o_j, threshold, keep_scale,
+    p_reference, p_delta, p_mask, p_row_key, i_batch, i_query_head, o_first_row, o_j, threshold,
     stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys, padded_queries,
     HARD: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_I: tl.constexpr, D: tl.constexpr,
@@ -495,8 +510,8 @@ def _gather_two_keys(
     if DROPOUT:
         b_row_key = tl.load(p_row_key + o_i)
         b_kept = is_kept(b_row_key[None, :], b_column_key[:, None], threshold)
-        b_kept_weight = tl.where(b_kept, b_kept_weight * keep_scale, 0.0)
-        b_grad_weight = tl.where(b_kept, b_grad_weight * keep_scale, 0.0)
+        b_kept_weight = tl.where(b_kept, b_weight, 0.0)
+        b_grad_weight = tl.where(b_kept, b_grad_weight, 0.0)
     b_grad_weight -= b_delta[None, :]
     if HARD:
         b_both = b_weight * b_grad_weight
@@ -574,7 +589,7 @@ def attention_backward_query(
         b_grad_query, b_grad_row = _gather_query(
             b_grad_query, b_grad_row, b_query, b_grad_out, b_reference, b_delta, b_alpha, b_row_key, d_key,
             d_value, p_row, p_column, p_rho, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale,
-            threshold, keep_scale, stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys,
+            threshold, stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys,
             padded_queries, padded_keys,
             M, SHARED, PAIRED, WIDE, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, DROPOUT, PRECISION,
             BLOCK_J, D, DV,
@@ -584,12 +599,15 @@ def attention_backward_query(
             b_grad_query, b_grad_row = _gather_query(
                 b_grad_query, b_grad_row, b_query, b_grad_out, b_reference, b_delta, b_alpha, b_row_key, d_key,
                 d_value, p_row, p_column, p_rho, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i,
-                scale, threshold, keep_scale, stride_mask_row, stride_mask_column, causal_offset, num_queries,
+                scale, threshold, stride_mask_row, stride_mask_column, causal_offset, num_queries,
                 num_keys, padded_queries, padded_keys,
                 M, SHARED, PAIRED, WIDE, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, DROPOUT, PRECISION,
                 BLOCK_J, D, DV,
             )  # fmt: skip
 
+    if DROPOUT:
+        b_grad_query *= keep_scale
+        b_grad_row *= keep_scale
     m_i = o_i < num_queries
     o_d = tl.arange(0, D)
     # Of one component of one key/value head, over samples, query heads and blocks.
@@ -635,7 +653,7 @@ def attention_backward_query(
 @triton.jit
 def _gather_query(
     b_grad_query, b_grad_row, b_query, b_grad_out, b_reference, b_delta, b_alpha, b_row_key, d_key, d_value, p_row,
-    p_column, p_rho, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_first, o_i, scale, threshold, keep_scale,
+    p_column, p_rho, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_first, o_i, scale, threshold,
     stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
     M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, WIDE: tl.constexpr, HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr,
@@ -649,7 +667,7 @@ def _gather_query(
     if DROPOUT:
         b_column_key = tl.load(p_column_key + o_j)
         b_kept = is_kept(b_row_key[:, None], b_column_key[None, :], threshold)
-        b_grad_weight = tl.where(b_kept, b_grad_weight * keep_scale, 0.0)
+        b_grad_weight = tl.where(b_kept, b_grad_weight, 0.0)
     b_grad_weight -= b_delta[:, None]
     if CAUSAL or HAS_MASK:
         b_seen = is_visible(

@@ -33,6 +33,8 @@ BLOCK = 1024
 SMALL = tuning.Tile(0, 0, 2, 1)
 # As many programs as keep a large GPU busy.
 PROGRAMS = 264
+# Blocks of terms that one program makes.
+MOST_BLOCKS_TOGETHER = 4
 # Numbers that a program adds to its sums at a time.
 ADDED_TOGETHER = 16384
 
@@ -173,7 +175,7 @@ class _Call(TermsLayout):
         column_blocks = self.padded_keys // rows if self.has_column else 0
         total = self.batch * (self.heads * row_blocks + self.kv_heads * column_blocks)
         enough = 2 if tuning.is_interpreted() else 4 * PROGRAMS
-        together = max(1, min(total // enough, 8))
+        together = max(1, min(total // enough, MOST_BLOCKS_TOGETHER))
         row_programs = self.batch * self.heads * count_blocks(row_blocks, together)
         column_programs = self.batch * self.kv_heads * count_blocks(column_blocks, together)
         prior, prior_strides = self.log_prior, (0, 0, 0)
@@ -229,12 +231,13 @@ class _Call(TermsLayout):
     def kernel(self, name: str) -> tuning.Kernel:
         """What this call's tile is chosen by."""
         width = block_width(max(self.width, 0 if self.value is None else self.value.shape[-1]))
-        kind = "one" if self.options["SHARED"] else "several"
-        if self.paired:
-            kind = "hard pair" if self.options["HARD"] else "pair"
+        kind = "pair" if self.paired else "one" if self.options["SHARED"] else "several"
+        if self.options["HARD"] and kind != "one":
+            kind = f"hard {kind}"
         return tuning.Kernel(
-            name, width, self.dtype.itemsize, kind, bool(self.options["CAUSAL"]), self.attn_mask is not None
-        )
+            name, width, self.dtype.itemsize, kind, bool(self.options["CAUSAL"]), self.attn_mask is not None,
+            self.has_level,
+        )  # fmt: skip
 
     def run(self, name: str, run: Any) -> None:
         """Run a kernel with the tile of the table, or of a trial if one is asked for."""
@@ -251,7 +254,7 @@ def _rows_of_small_kernels(width: int) -> int:
     """``width``: of all the numbers of a row together."""
     if tuning.is_interpreted():
         return 16
-    fitting = max(8, min(64, 8192 // width))
+    fitting = max(min(128, 4096 // width), min(32, 8192 // width), 8)
     return 1 << (fitting.bit_length() - 1)
 
 
@@ -471,8 +474,8 @@ def _run_backward(
             blocks * call.batch * call.heads,
             (
                 out, grad_out, normaliser, grad_normaliser, call.row if call.paired else None, call.level, reference,
-                delta, *out.stride()[:3], *grad_out.stride()[:3], call.heads, call.heads // call.kv_heads,
-                call.queries, call.padded_queries, blocks, value.shape[-1],
+                delta, *out.stride()[:3], *grad_out.stride()[:3], 1.0 - dropout_p, call.heads,
+                call.heads // call.kv_heads, call.queries, call.padded_queries, blocks, value.shape[-1],
             ),
             {"M": components, "PAIRED": call.paired, "HAS_LEVEL": call.has_level,
             "HAS_GRAD_NORMALISER": grad_normaliser is not None, "BLOCK_I": rows, "DV": block_width(out.shape[-1])},
@@ -508,6 +511,8 @@ def _run_backward(
 
         # Three sums of products a key fill the registers: of wide keys one is done after the other.
         two_keys = components == 2 and shift is None and (widths["D"] <= 64 or query.dtype == torch.float32)
+        # Measured: next to the two loops of causality, or with wide keys, the compiler schedules the loop better.
+        options["ONE_GROUP"] = group_size == 1 and not is_causal and widths["D"] <= 64
 
         def run_key_value(tile: tuning.Tile) -> None:
             nonlocal key_shares

@@ -24,8 +24,6 @@ VARYING = [
 HEAD_NUMBERS = ["p_wide", "p_level"]
 # Kernels that read through descriptors, or rarely, need not know whether a row ends with a word of 16 bytes either.
 VARYING_WITH_WIDTH = [*VARYING, "width", "value_width"]
-# Backward walks through the query heads of a key: where there is one, that is no loop.
-VARYING_BUT_GROUPS = [name for name in VARYING_WITH_WIDTH if name != "group_size"]
 
 
 @triton.jit

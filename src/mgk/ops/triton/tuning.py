@@ -42,11 +42,13 @@ class Kernel(NamedTuple):
     element_size: int
     """bytes of a number"""
     kind: str
-    """``"pair"`` of shifted keys or ``"hard pair"``, ``"one"`` key (or shifted keys done one by one), ``"several"``
-    projected keys"""
+    """``"pair"`` of shifted keys, ``"one"`` key (or shifted keys done one by one), ``"several"`` projected keys; where
+    the choice is hard, ``"hard pair"`` and ``"hard several"``"""
     is_causal: bool
     has_mask: bool
     """an attention mask, read pair by pair"""
+    has_level: bool
+    """columns hold the level of the logits, so that forward need not look for one"""
 
 
 INTERPRETED = Tile(16, 16, 4, 1)
@@ -56,13 +58,14 @@ INTERPRETED = Tile(16, 16, 4, 1)
 HOPPER: dict[tuple[str, str], tuple[Tile, Tile, Tile]] = {
     ("forward", "one"): (Tile(64, 128, 4, 3, 128), Tile(64, 128, 4, 2, 168), Tile(128, 64, 8, 2, 128)),
     ("forward", "pair"): (Tile(64, 128, 4, 3, 128), Tile(64, 128, 4, 2, 168), Tile(128, 64, 8, 2, 128)),
-    ("forward", "several"): (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    ("forward", "hard pair"): (Tile(64, 128, 4, 3, 128), Tile(64, 128, 4, 2), Tile(128, 64, 8, 2, 128)),
+    ("forward", "several"): (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 32, 4, 3)),
     ("key_value", "one"): (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(32, 64, 4, 2)),
     ("key_value", "pair"): (Tile(64, 64, 4, 2, 168), Tile(64, 64, 4, 2, 168), Tile(32, 64, 4, 2)),
     ("key_value", "hard pair"): (Tile(64, 64, 4, 2, 168), Tile(64, 64, 4, 2, 200), Tile(64, 64, 4, 2)),
     ("key_value", "several"): (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
     ("query", "one"): (Tile(64, 64, 4, 3, 128), Tile(64, 64, 4, 2, 128), Tile(64, 64, 4, 2)),
-    ("query", "pair"): (Tile(64, 64, 4, 2, 128), Tile(64, 64, 4, 2, 128), Tile(64, 64, 4, 2)),
+    ("query", "pair"): (Tile(64, 64, 4, 3, 128), Tile(64, 64, 4, 2, 128), Tile(64, 64, 4, 2)),
     ("query", "several"): (Tile(64, 64, 4, 2, 168), Tile(64, 64, 4, 2, 168), Tile(128, 64, 8, 2)),
 }
 
@@ -129,6 +132,8 @@ def _from_table(kernel: Kernel) -> Tile:
     if kernel.has_mask:
         return Tile(64, 64 if kernel.width <= 64 else 32, 4, 2)
     if kernel.name == "key_value" and kernel.kind == "pair" and kernel.width == 64 and kernel.is_causal:
+        return Tile(64, 64, 4, 2)
+    if kernel.name == "forward" and kernel.kind.endswith("several") and kernel.width == 128 and not kernel.has_level:
         return Tile(64, 64, 4, 2)
     tiles = HOPPER.get((kernel.name, kernel.kind)) or HOPPER[kernel.name, kernel.kind.removeprefix("hard ")]
     return tiles[{16: 0, 32: 0, 64: 1, 128: 2}[kernel.width]]
