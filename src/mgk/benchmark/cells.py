@@ -6,6 +6,9 @@ from collections.abc import Iterable
 
 from mgk.benchmark.attention import Record
 
+LAYOUTS = {"packed": "packed", "longest": "padded to the longest", "published": "padded to 4,096"}
+"""How reviews of a batch may lie."""
+
 ATTENTION = (
     "preset", "through", "heads", "forward", "x", "training", "x", "over a softmax head", "peak memory",
 )  # fmt: skip
@@ -14,6 +17,12 @@ RETRIEVAL = (
     "model", "through", "dropout", "training", "x", "x fastest", "evaluation", "x", "over no dropout", "peak memory",
 )  # fmt: skip
 """The headers of end to end. x is the time of softmax on cuDNN over the row's, or else on the fastest kernel."""
+DECODE = ("preset", "through", "heads", "step", "x", "over reading", "cache", "x cache")
+"""The headers of a step of generation. *Over reading* is the time over that of reading the cache once."""
+GENERATION = ("model", "through", "tokens/s", "x", "step", "x step", "prompt", "cache", "x cache")
+"""The headers of generation end to end. x is tokens per second over those of the faster softmax."""
+PACKED = ("model", "reviews", "tokens", "training", "x", "loss", "peak memory")
+"""The headers of a step on reviews. x is the time of the same model padded to 4,096 over the row's."""
 
 
 def attention_cells(records: Iterable[Record]) -> list[list[str]]:
@@ -56,6 +65,57 @@ def retrieval_cells(records: Iterable[Record]) -> list[list[str]]:
     ]
 
 
+def decode_cells(records: Iterable[Record]) -> list[list[str]]:
+    """Stock kernels and presets at one context, under :data:`DECODE`."""
+    return [
+        [
+            record["preset"],
+            show_way(record),
+            str(record["heads"]),
+            show_time(record, "forward"),
+            show_ratio(record.get("forward_ratio")),
+            f"{record['over_reading']:.2f}",
+            show_bytes(record["cache_bytes"]),
+            show_ratio(record.get("cache_ratio")),
+        ]
+        for record in records
+    ]
+
+
+def generation_cells(records: Iterable[Record]) -> list[list[str]]:
+    """Models that write, under :data:`GENERATION`."""
+    return [
+        [
+            f"{record['preset']}-{record['heads']}",
+            str(record["kernel"] if "kernel" in record else record["backend"]),
+            f"{record['tokens_per_second']:,.0f}",
+            show_ratio(record.get("forward_ratio")),
+            show_ms(record["step_ms"]),
+            show_ratio(record.get("step_ratio")),
+            show_ms(record["prompt_ms"]),
+            show_bytes(record["cache_bytes"]),
+            show_ratio(record.get("cache_ratio")),
+        ]
+        for record in records
+    ]
+
+
+def packed_cells(records: Iterable[Record]) -> list[list[str]]:
+    """Models that read, under :data:`PACKED`."""
+    return [
+        [
+            f"{record['preset']}-{record['heads']}",
+            LAYOUTS[record["layout"]],
+            f"{record['computed_tokens']:,}",
+            show_ms(record["training_ms"]),
+            show_ratio(record.get("training_ratio")),
+            f"{record['loss']:.4f}",
+            show_bytes(record["peak_bytes"]),
+        ]
+        for record in records
+    ]
+
+
 def show_way(record: Record) -> str:
     """The stock kernel, or the backend."""
     return f"SDPA {record['kernel']}" if "kernel" in record else str(record["backend"])
@@ -66,6 +126,20 @@ def show_shape(record: Record) -> str:
     heads = record.get("baseline_heads", record["heads"])
     kind = "causal" if record["causal"] else "full"
     return f"{kind}, batch {record['batch']}, {heads} heads, {record['tokens']:,} tokens, head_dim {record['head_dim']}"
+
+
+def show_context(record: Record) -> str:
+    """The shape of a record of a step."""
+    heads, tokens = record.get("baseline_heads", record["heads"]), record["tokens"]
+    return f"batch {record['batch']}, {heads} heads, {tokens:,} tokens in the cache, head_dim {record['head_dim']}"
+
+
+def show_writing(record: Record) -> str:
+    """The setting of a record of generation."""
+    return (
+        f"batch {record['batch']}, prompts of {record['prompt']:,} tokens, {record['new_tokens']:,} new ones, "
+        f"{record['layers']} layers, hidden_size {record['hidden_size']:,}, head_dim {record['head_dim']}"
+    )
 
 
 def show_time(record: Record, direction: str) -> str:

@@ -1,9 +1,8 @@
-"""A training step of the Retrieval model as the training loop makes it, with our attention or with a stock kernel."""
+"""The Retrieval model, with our attention or with a stock kernel."""
 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -19,13 +17,10 @@ from mgk import recipes
 from mgk.benchmark.contestants import KERNELS
 from mgk.benchmark.correctness import WrongResultError, relative_error
 from mgk.benchmark.timing import Candidate
+from mgk.benchmark.training_step import TrainingStep, allocated_bytes
 from mgk.evaluation.inference import inference
 from mgk.models import MGKConfig, MGKForSequencePairClassification, architecture
 from mgk.models.attention import MGKAttention
-from mgk.nn import parameter_groups
-from mgk.training import graphs
-from mgk.training.graphs import GraphedStep
-from mgk.training.task import choose_precision
 
 RECIPE = "lra/retrieval"
 
@@ -70,8 +65,8 @@ def random_pairs(pairs: int, tokens: int, device: torch.device) -> dict[str, Ten
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-class MatcherStep:
-    """Forward, backward and optimiser of one model on one batch: compiled and recorded where the loop would do so.
+class MatcherStep(TrainingStep):
+    """An update of one model on one batch.
 
     Args:
         matcher: which model.
@@ -83,26 +78,17 @@ class MatcherStep:
     """
 
     def __init__(self, matcher: Matcher, batch: dict[str, Tensor], device: torch.device) -> None:
-        self.matcher, self.batch, self.device = matcher, batch, device
-        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        before = allocated_bytes(device)
+        self.matcher = matcher
         run, config = matcher.configurations()
-        self.precision = choose_precision(run.training.precision, device)
         torch.manual_seed(0)
-        self.model = MGKForSequencePairClassification(config).to(device).train()
+        model = MGKForSequencePairClassification(config).to(device)
         if matcher.kernel is not None:
-            _attend_with(KERNELS[matcher.kernel], self.model)
-        if device.type == "cuda":
-            self.model.compile()
-        self._optimizer = torch.optim.AdamW(
-            parameter_groups(self.model, run.optimizer.weight_decay),
-            lr=run.optimizer.lr, betas=run.optimizer.betas, eps=run.optimizer.eps, fused=True,
-        )  # fmt: skip
-        self._targets = torch.full((), float(len(batch["labels"])), device=device)
-        self._scale = torch.ones((), device=device)
-        self._graphs: GraphedStep | None = None
+            _attend_with(KERNELS[matcher.kernel], model)
+        super().__init__(model, batch, len(batch["labels"]), run)
         self.error = self._check(config)
-        self.peak_bytes = self._measure_peak(before)
-        self.is_recorded = self._record()
+        self.peak_bytes = self.measure_peak(before)
+        self.is_recorded = self.record()
 
     def candidates(self) -> list[Candidate]:
         """What there is to time. Dropout changes nothing in evaluation, so only models without have that."""
@@ -112,24 +98,6 @@ class MatcherStep:
                 Candidate(name=f"{self.matcher.name}, evaluation", call=self._evaluate, context=self._inference)
             )
         return found
-
-    def train(self) -> None:
-        """One update."""
-        if self._graphs is None:
-            self._pass(self.batch, self._targets, self._scale)
-        else:
-            self._graphs(self.batch, self._targets, self._scale)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=self._graphs is None)
-
-    def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
-    def _pass(self, batch: dict[str, Tensor], num_targets: Tensor, scale: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, dtype=self.precision, enabled=self.precision is not None):
-            loss = self.model(**batch, num_items_in_batch=num_targets).loss
-        (loss * scale).backward()
-        return loss.detach()
 
     def _evaluate(self) -> Tensor:
         return self.model(input_ids=self.batch["input_ids"], pair_input_ids=self.batch["pair_input_ids"]).logits
@@ -141,9 +109,7 @@ class MatcherStep:
 
     def _check(self, config: MGKConfig) -> float | None:
         """The error of the gradient; ``None`` with dropout, where there is nothing to compare with."""
-        loss = self._pass(self.batch, self._targets, self._scale)
-        gradient = torch.cat([each.grad.flatten() for each in self.model.parameters() if each.grad is not None])
-        self._optimizer.zero_grad()
+        loss, gradient = self.loss_and_gradient()
         if not bool(loss.isfinite() & gradient.isfinite().all()):
             raise WrongResultError("loss and gradient must be finite, got others", {})
         if self.matcher.drops_out:
@@ -166,28 +132,6 @@ class MatcherStep:
             part = {name: tensor[start : start + PAIRS_AT_ONCE] for name, tensor in self.batch.items()}
             model(**part, num_items_in_batch=self._targets).loss.backward()
         return torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
-
-    def _measure_peak(self, before: int) -> int | None:
-        """Of an update, with weights, moments and the batch's activations; ``None`` on a CPU: nobody counts."""
-        self.train()
-        if self.device.type != "cuda":
-            return None
-        torch.cuda.synchronize(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self.train()
-        torch.cuda.synchronize(self.device)
-        return torch.cuda.max_memory_allocated(self.device) - before
-
-    def _record(self) -> bool:
-        """Make the update a CUDA graph if the loop would. The second call of a shape is the one that is recorded."""
-        if graphs.unsupported(self.model, self.device, SingleDeviceStrategy(self.device)) is not None:
-            return False
-        self._graphs = GraphedStep(self._pass, dict, self.device)
-        with warnings.catch_warnings(record=True) as heard:
-            warnings.simplefilter("always")
-            for _ in range(3):
-                self.train()
-        return not any("could not be recorded" in str(each.message) for each in heard)
 
 
 def _attend_with(kernel: SDPBackend, model: MGKForSequencePairClassification) -> None:

@@ -75,7 +75,7 @@ def enter(contestant: Contestant, inputs: Inputs, shape: Shape, judge: Judge, sl
         call=lambda: torch.autograd.grad(contestant.attention(inputs), leaves, grad),
         context=contestant.context,
     )
-    with _refusals(contestant):
+    with refusals(contestant):
         errors = judge.check(contestant, inputs, shape)
         for candidate in (forward, training):
             peak_bytes(candidate, judge.device)
@@ -91,7 +91,7 @@ def enter(contestant: Contestant, inputs: Inputs, shape: Shape, judge: Judge, sl
 
 
 @contextmanager
-def _refusals(contestant: Contestant) -> Iterator[None]:
+def refusals(contestant: Contestant) -> Iterator[None]:
     """Turn what a contestant says when it cannot serve a call into a reason to leave it out.
 
     A stock kernel refuses with a RuntimeError and explains itself in warnings. A backend of ours refuses with a

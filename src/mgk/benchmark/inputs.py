@@ -16,7 +16,7 @@ class Inputs:
     """The arguments of one call of :func:`mgk.mixture_attention`. The variance is the default, ``sqrt(D)``."""
 
     query: Tensor
-    """``[B, H, N, D]``"""
+    """``[B, H, N, D]``; of a step of generation ``[B, H, 1, D]``"""
     key: Tensor
     """``[B, H, M, N, D]``, or ``[B, H, N, D]`` for one component or shifted keys."""
     value: Tensor
@@ -59,8 +59,13 @@ def draw(
     is_causal: bool,
     dtype: torch.dtype,
     device: torch.device,
+    queries: int | None = None,
+    needs_gradients: bool = True,
 ) -> Inputs:
-    """Standard normal query, key, value and shifts, all of them leaves; priors of a softmax over normal numbers."""
+    """Standard normal query, key, value and shifts, all of them leaves; priors of a softmax over normal numbers.
+
+    There are as many ``queries`` as ``tokens`` unless told otherwise.
+    """
     options = PRESETS[preset]
     components, is_shifted = options.num_components, options.keys == "shifted"
 
@@ -72,12 +77,15 @@ def draw(
     if options.prior != "uniform":
         log_prior = normal(heads, components, dtype=torch.float32).log_softmax(dim=-1)
         # What EM sets is no parameter.
-        log_prior.requires_grad_(options.prior == "learned")
+        log_prior.requires_grad_(needs_gradients and options.prior == "learned")
+    query = normal(batch, heads, tokens if queries is None else queries, head_dim)
+    key, value = normal(batch, heads, *own_keys, tokens, head_dim), normal(batch, heads, tokens, head_dim)
+    shift = normal(heads, components, head_dim, dtype=torch.float32) if is_shifted else None
     return Inputs(
-        query=normal(batch, heads, tokens, head_dim).requires_grad_(),
-        key=normal(batch, heads, *own_keys, tokens, head_dim).requires_grad_(),
-        value=normal(batch, heads, tokens, head_dim).requires_grad_(),
-        shift=normal(heads, components, head_dim, dtype=torch.float32).requires_grad_() if is_shifted else None,
+        query=query.requires_grad_(needs_gradients),
+        key=key.requires_grad_(needs_gradients),
+        value=value.requires_grad_(needs_gradients),
+        shift=None if shift is None else shift.requires_grad_(needs_gradients),
         log_prior=log_prior,
         similarity=options.similarity,
         assignment=options.assignment,

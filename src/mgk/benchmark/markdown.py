@@ -19,9 +19,8 @@ def tables(result: Mapping[str, Any]) -> str:
         f"{result['device']}, {dtypes}, torch {versions['torch']}, triton {versions['triton']}, "
         f"{result['written'][:10]}."
     ]
-    if result["benchmark"] == "retrieval":
-        parts.append(_table(cells.RETRIEVAL, cells.retrieval_cells([*result["baselines"], *result["rows"]])))
-        return "\n\n".join(parts)
+    if result["benchmark"] != "attention":
+        return "\n\n".join([*parts, *OTHERS[result["benchmark"]](result)])
     baselines, rows = ([record for record in result[name] if not record.get("sweep")] for name in ("baselines", "rows"))
     measured = {record["backend"] for record in rows}
     best = next(backend for backend in FASTEST_FIRST if backend in measured)
@@ -32,6 +31,32 @@ def tables(result: Mapping[str, Any]) -> str:
             stock, ours = _fastest(stock), [record for record in ours if record["backend"] == best]
         parts += [f"**{shape.capitalize()}**", _table(cells.ATTENTION, cells.attention_cells([*stock, *ours]))]
     return "\n\n".join(parts)
+
+
+def _retrieval(result: Mapping[str, Any]) -> list[str]:
+    return [_table(cells.RETRIEVAL, cells.retrieval_cells([*result["baselines"], *result["rows"]]))]
+
+
+def _packed(result: Mapping[str, Any]) -> list[str]:
+    return [_table(cells.PACKED, cells.packed_cells([*result["baselines"], *result["rows"]]))]
+
+
+def _decode(result: Mapping[str, Any]) -> list[str]:
+    """Steps at every context, then whole models."""
+    records, parts = [*result["baselines"], *result["rows"]], []
+    steps = [record for record in records if "prompt" not in record]
+    writing = [record for record in records if "prompt" in record]
+    for show, headers, fill, some in (
+        (cells.show_context, cells.DECODE, cells.decode_cells, steps),
+        (cells.show_writing, cells.GENERATION, cells.generation_cells, writing),
+    ):
+        for title in dict.fromkeys(map(show, some)):
+            own = [record for record in some if show(record) == title]
+            parts += [f"**{title[0].upper()}{title[1:]}**", _table(headers, fill(own))]
+    return parts
+
+
+OTHERS = {"retrieval": _retrieval, "decode": _decode, "packed": _packed}
 
 
 def _fastest(stock: list[Record]) -> list[Record]:

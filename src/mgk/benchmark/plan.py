@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mgk.benchmark.contestants import EAGER
+from mgk.benchmark.generation import Setting
 from mgk.benchmark.shape import Shape
 from mgk.benchmark.sweep import lengths
 from mgk.benchmark.timing import Effort
@@ -29,6 +30,16 @@ CUDA_SHAPES = (
     Shape(batch=8, heads=16, tokens=4096, head_dim=128, is_causal=True),
     Shape(batch=4, heads=16, tokens=16384, head_dim=64, is_causal=True),
 )
+# Tokens are those of a cache.
+DECODE_CUDA_SHAPES = (
+    Shape(batch=8, heads=16, tokens=32768, head_dim=128),
+    Shape(batch=8, heads=16, tokens=8192, head_dim=64),
+)
+DECODE_CPU_SHAPES = (Shape(batch=1, heads=4, tokens=512, head_dim=16),)
+WRITING = Setting(batch=8, prompt=8192 - 128, new_tokens=128)
+CPU_WRITING = Setting(
+    batch=2, prompt=40, new_tokens=6, layers=2, hidden_size=64, heads=4, head_dim=16, vocab_size=64
+)  # fmt: skip
 CPU_SHAPES = (
     Shape(batch=1, heads=8, tokens=1024, head_dim=32),
     Shape(batch=1, heads=8, tokens=1024, head_dim=64, is_causal=True),
@@ -97,6 +108,41 @@ def make_plan(
         swept_presets=list(dict.fromkeys(presets or SWEPT_PRESETS)),
         lengths=usual_lengths if (not quick if sweep is None else sweep) else [],
         effort=usual_effort(device, quick),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodePlan(Plan):
+    """What is measured of generation."""
+
+    writing: Setting
+    """Of the models that write."""
+    writing_presets: Sequence[str]
+    writing_effort: Effort
+
+
+def make_decode_plan(
+    device: torch.device,
+    *,
+    presets: Sequence[str] | None = None,
+    shapes: Sequence[str] | None = None,
+    quick: bool = False,
+) -> DecodePlan:
+    """Steps at some contexts, then a decoder that writes."""
+    is_cuda = device.type == "cuda"
+    check_presets(presets or ())
+    usual_shapes = DECODE_CPU_SHAPES if not is_cuda else DECODE_CUDA_SHAPES[:1] if quick else DECODE_CUDA_SHAPES
+    return DecodePlan(
+        presets=list(dict.fromkeys(["softmax", *(presets or USUAL_PRESETS)])),
+        backends=["triton" if is_cuda else "auto"],
+        dtype=torch.bfloat16 if is_cuda else torch.float32,
+        shapes=[Shape.parse(text) for text in shapes] if shapes else usual_shapes,
+        swept_presets=[],
+        lengths=[],
+        effort=usual_effort(device, quick),
+        writing=WRITING if is_cuda else CPU_WRITING,
+        writing_presets=presets or SWEPT_PRESETS[:1],
+        writing_effort=Effort(rounds=2 if quick else 5, seconds=20.0 if is_cuda else 4.0, fewest=2, slowest=60.0),
     )
 
 

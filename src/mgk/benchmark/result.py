@@ -15,7 +15,7 @@ import mgk
 from mgk.benchmark.attention import Comparison
 from mgk.training.result import device_name
 
-KINDS = ("attention", "retrieval")
+KINDS = ("attention", "retrieval", "decode", "packed")
 """What the key ``benchmark`` of a result may say."""
 
 
@@ -48,7 +48,7 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} must be the JSON of a benchmark, got {error}") from error
     if not isinstance(found, dict) or found.get("benchmark") not in KINDS:
-        raise ValueError(f"{path} must be a result of mgk bench {' or '.join(KINDS)}, got something else")
+        raise ValueError(f"{path} must be a result of mgk bench {', '.join(KINDS)}, got something else")
     return found
 
 

@@ -28,6 +28,27 @@ def retrieval_table(found: Comparison) -> Table:
     return _table(title, cells.RETRIEVAL, cells.retrieval_cells([*found.baselines, *found.rows]), found.failures)
 
 
+def decode_table(found: Comparison) -> Table:
+    """A step of generation."""
+    some = found.baselines[0]
+    title = f"{cells.show_context(some)}, {some['dtype']}, {some['device']}"
+    return _table(title, cells.DECODE, cells.decode_cells([*found.baselines, *found.rows]), found.failures)
+
+
+def generation_table(found: Comparison) -> Table:
+    """Greedy generation end to end."""
+    some = found.baselines[0]
+    title = f"{cells.show_writing(some)}, {some['dtype']}, {some['device']}"
+    return _table(title, cells.GENERATION, cells.generation_cells([*found.baselines, *found.rows]), found.failures)
+
+
+def packed_table(found: Comparison) -> Table:
+    """A step on reviews."""
+    some = [*found.baselines, *found.rows, *found.failures][0]
+    title = f"IMDb, {some['batch']} reviews of {some['tokens']:,} bytes together, {some['device']}"
+    return _table(title, cells.PACKED, cells.packed_cells([*found.baselines, *found.rows]), found.failures)
+
+
 def sweep_table(rows: Sequence[Record]) -> Table:
     """The rows that belong to a sweep, with their lengths."""
     rows = [record for record in rows if record.get("sweep")]
@@ -41,8 +62,13 @@ def notes(found: Comparison) -> list[str]:
     for record in found.skipped:
         reasons.setdefault((cells.show_way(record), record["reason"]), []).append(record["preset"])
     lines = [f"left out: {way} for {', '.join(presets)}: {why}" for (way, why), presets in reasons.items()]
-    timed = [record for record in (*found.baselines, *found.rows) if "forward_ms" in record]
-    if any("*" in cells.show_time(record, way) for record in timed for way in ("forward", "training")):
+    measured = [
+        (record, direction)
+        for record in (*found.baselines, *found.rows)
+        for direction in ("forward", "training")
+        if f"{direction}_host_ms" in record
+    ]
+    if any("*" in cells.show_time(record, direction) for record, direction in measured):
         lines.append(HOST_BOUND)
     return lines
 
@@ -57,7 +83,7 @@ def wrongs(found: Comparison) -> list[str]:
 def _table(title: str, headers: Iterable[str], lines: Iterable[list[str]], failures: Iterable[Record]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for header in headers:
-        is_name = header in ("preset", "model", "through")
+        is_name = header in ("preset", "model", "through", "reviews")
         table.add_column(header, justify="left" if is_name else "right", no_wrap=is_name)
     for line in lines:
         table.add_row(*map(escape, line), style="dim" if line[1].startswith("SDPA") else None)

@@ -140,6 +140,101 @@ def retrieval(
 
 
 @app.command()
+def decode(
+    presets: Presets = None,
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option("--shape", help="B,H,N,D with N tokens in the cache, again for more; presets get half the heads."),
+    ] = None,
+    writes: Annotated[
+        bool, typer.Option("--generation/--no-generation", help="Let whole models write as well, end to end.")
+    ] = True,
+    quick: Quick = False,
+    output: Output = None,
+    device: Device = "auto",
+) -> None:
+    """Generation: a step of attention to a long cache, and tokens per second of a decoder with it."""
+    from mgk.benchmark import decode as measurement
+    from mgk.benchmark import generation, result, table
+    from mgk.benchmark.contestants import baselines, mixtures
+    from mgk.benchmark.correctness import Judge
+    from mgk.benchmark.plan import make_decode_plan
+    from mgk.training.result import write
+
+    where = _find_device(device)
+    plan = make_decode_plan(where, presets=presets, shapes=shapes, quick=quick)
+    path = _default_output("decode", where, quick) if output is None else output
+    judge = Judge(plan.dtype, where)
+    found = result.begin("decode", where, {**plan.facts(), "quick": quick})
+    console, heard = _console(), set[str]()
+    contestants = [*baselines(where), *mixtures(plan.presets, plan.backends)]
+    for shape in plan.shapes:
+        with _display() as display:
+            comparison = measurement.compare(
+                shape,
+                contestants,
+                judge,
+                plan.effort,
+                report=_follow(display, f"a step, {shape.tokens:,} in the cache"),
+            )
+        result.add(found, comparison)
+        write(path, found)
+        console.print(table.decode_table(comparison))
+        _say_notes(console, comparison, heard)
+    if writes:
+        with _display() as display:
+            comparison = generation.compare(
+                generation.writers(plan.writing_presets, plan.writing, where), plan.writing, device=where,
+                effort=plan.writing_effort, report=_follow(display, "generation"),
+            )  # fmt: skip
+        result.add(found, comparison)
+        write(path, found)
+        console.print(table.generation_table(comparison))
+        _say_notes(console, comparison, heard)
+    _end(found, path)
+
+
+@app.command()
+def packed(
+    presets: Presets = None,
+    reviews: Annotated[int | None, typer.Option(min=1, help="Reviews in a batch; 32 on a GPU.")] = None,
+    source: Annotated[Path | None, typer.Option("--data", help="Folder of the raw files; default: $MGK_DATA.")] = None,
+    quick: Quick = False,
+    output: Output = None,
+    device: Device = "auto",
+) -> None:
+    """A training step on reviews of IMDb at their real lengths: packed, next to padded to 4,096 bytes."""
+    from mgk import recipes
+    from mgk.benchmark import packed as measurement
+    from mgk.benchmark import result, table
+    from mgk.benchmark.plan import check_presets, usual_effort
+    from mgk.training.corpora import open_or_prepare
+    from mgk.training.result import write
+
+    where = _find_device(device)
+    chosen = presets or ["smgk"]
+    check_presets(chosen)
+    count = reviews or (32 if where.type == "cuda" else 2)
+    effort = usual_effort(where, quick)
+    path = _default_output("packed", where, quick) if output is None else output
+    with _display() as display:
+        data = recipes.load(measurement.RECIPE).config("softmax-8").data
+        corpus = open_or_prepare(data, source=source)
+        config = {"presets": chosen, "quick": quick, "rounds": effort.rounds, "corpus": corpus.fingerprint}
+        found = result.begin("packed", where, config)
+        comparison = measurement.compare(
+            measurement.readers(chosen), corpus, count=count, device=where, effort=effort,
+            report=_follow(display, "IMDb"),
+        )  # fmt: skip
+    result.add(found, comparison)
+    write(path, found)
+    console = _console()
+    console.print(table.packed_table(comparison))
+    _say_notes(console, comparison, set())
+    _end(found, path)
+
+
+@app.command()
 def plot(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON of mgk bench attention.")],
     to: Annotated[Path | None, typer.Option("--to", help="The picture; default: beside the JSON.")] = None,
@@ -155,7 +250,7 @@ def plot(
 
 @app.command("table")
 def write_table(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON of mgk bench attention or retrieval.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON of a benchmark.")],
     page: Annotated[Path, typer.Option(help="The page that has a part for this file.")] = PAGE,
 ) -> None:
     """Write the tables of a result into the docs, between the two comments that name its file."""

@@ -27,6 +27,8 @@ from mgk.data.store import Sequences
 
 # Batches that are sorted by length together: enough that neighbours are alike, few enough that epochs differ.
 POOL = 64
+# The label that no loss counts, as everywhere in PyTorch.
+IGNORED = -100
 
 
 class Batches(Protocol):
@@ -151,20 +153,25 @@ def _windows(tokens: NDArray[Any], starts: NDArray[np.int64], width: int) -> NDA
     return windows
 
 
-def packed(sequences: Sequences, rows: NDArray[np.int64], longest: int) -> dict[str, Tensor]:
+def packed(sequences: Sequences, rows: NDArray[np.int64], longest: int, multiple_of: int = 1) -> dict[str, Tensor]:
     """Sequences one after the other in a single row, ``input_ids [1, T]``, without any padding.
 
-    ``cu_seq_lens_q``, int32 ``[rows + 1]``, says where each begins, as the models want to be told.
+    ``cu_seq_lens_q``, int32 ``[rows + 1]``, says where each begins, as the models want to be told. With ``multiple_of``
+    above 1 there is one more sequence of zeros, short or empty, that rounds T up.
     """
     starts = sequences.offsets[rows]
     lengths = np.minimum(sequences.offsets[rows + 1] - starts, longest)
     ends = np.cumsum(lengths)
     position = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - lengths, lengths)
     tokens = sequences.tokens[np.repeat(starts, lengths) + position]
-    boundaries = np.concatenate([[0], ends]).astype(np.int32)
+    boundaries = np.concatenate([[0], ends])
+    if multiple_of > 1:
+        total = -(-len(tokens) // multiple_of) * multiple_of
+        tokens = np.concatenate([tokens, np.zeros(total - len(tokens), dtype=tokens.dtype)])
+        boundaries = np.append(boundaries, total)
     return {
         "input_ids": torch.from_numpy(tokens.astype(np.int64))[None],
-        "cu_seq_lens_q": torch.from_numpy(boundaries),
+        "cu_seq_lens_q": torch.from_numpy(boundaries.astype(np.int32)),
     }
 
 
@@ -206,7 +213,8 @@ class Samples:
     drop_last: bool = True
     """Leave out what does not fill a batch on every rank."""
     pack: bool = False
-    """One row without padding instead, with ``cu_seq_lens_q`` (and ``pair_cu_seq_lens_q``) in place of the mask."""
+    """One row without padding instead, with ``cu_seq_lens_q`` (and ``pair_cu_seq_lens_q``) in place of the mask. What
+    rounds its length up to ``multiple_of`` is a sequence of its own, with a label that no loss counts."""
     rank: int = 0
     ranks: int = 1
     _orders: dict[int, NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False)
@@ -216,6 +224,11 @@ class Samples:
         if self.batch_size < 1 or self.multiple_of < 1:
             raise ValueError(
                 f"batch_size and multiple_of must be at least 1, got {self.batch_size} and {self.multiple_of}"
+            )
+        if self.pack and self.multiple_of > self.longest:
+            raise ValueError(
+                f"multiple_of must be at most longest={self.longest} where sequences are packed, since what fills a "
+                f"batch up is one of them, got {self.multiple_of}"
             )
         rest = len(self.labels) % (self.batch_size * self.ranks)
         if len(self) == 0 or (not self.drop_last and 0 < rest < self.ranks):
@@ -240,9 +253,11 @@ class Samples:
         first = rows if self.first is None else self.first[rows]
         labels = torch.from_numpy(np.asarray(self.labels[rows], dtype=np.int64))
         if self.pack:
-            batch = {**packed(self.sequences, first, self.longest), "labels": labels}
+            if self.multiple_of > 1:
+                labels = torch.cat([labels, labels.new_full((1,), IGNORED)])
+            batch = {**packed(self.sequences, first, self.longest, self.multiple_of), "labels": labels}
             if self.second is not None:
-                pair = packed(self.sequences, self.second[rows], self.longest)
+                pair = packed(self.sequences, self.second[rows], self.longest, self.multiple_of)
                 batch |= {f"pair_{name}": tensor for name, tensor in pair.items()}
             return batch
         tokens, mask = padded(self.sequences, first, self.longest, self.width, self.multiple_of)

@@ -371,11 +371,15 @@ def _fused_is_fastest(problem: MixtureProblem) -> bool:
     In fp32 the products are exact and take no tensor cores, in our kernels as in the stock ones. And a few queries with
     gradients fill no block: one program would walk through all the keys alone.
     """
-    if problem.query.device.type != "cuda" or problem.query.dtype == torch.float32:
-        return False
-    if sdpa.is_plain_softmax(problem) or _fused_unsupported(problem) is not None:
+    if sdpa.is_plain_softmax(problem) or not is_half_on_gpu(problem):
         return False
     return problem.query.shape[2] >= FEWEST_QUERIES or fused.is_step(problem)
+
+
+def is_half_on_gpu(problem: MixtureProblem) -> bool:
+    """Whether the fused kernels take a call and have tensor cores for it."""
+    on_gpu = problem.query.device.type == "cuda" and problem.query.dtype != torch.float32
+    return on_gpu and _fused_unsupported(problem) is None
 
 
 def _stock_kernels_would_materialise(problem: MixtureProblem) -> bool:

@@ -14,6 +14,7 @@ from mgk.ops.attention import (
     STATISTICS_BACKENDS,
     choose_backend,
     choose_statistics,
+    is_half_on_gpu,
     mixture_attention,
     without_autocast,
 )
@@ -84,7 +85,9 @@ def mixture_attention_varlen(
         _as_batch(query), _as_batch(key), _as_batch(value), log_prior=log_prior, attn_mask=None,
         key_mask=_with_batch("key_mask", key_mask), query_mask=_with_batch("query_mask", query_mask), **options,
     )  # fmt: skip
-    if not problem.is_empty and choose_backend(problem, backend) == "triton":
+    # The stock kernels, which may be faster on one sequence, would have to be called for each.
+    is_fused = is_half_on_gpu(problem) if backend == "auto" else choose_backend(problem, backend) == "triton"
+    if is_fused and not problem.is_empty:
         out = _attend_at_once(problem, cu_seqlens_q, cu_seqlens_k)
     else:
         out = _attend_one_by_one(problem, cu_seqlens_q, cu_seqlens_k, backend)

@@ -348,6 +348,7 @@ class Trainer:
             # What was left to the machine.
             "precision": self.share.precision_name,
             "multiple_of": self.share.multiple_of(self.config),
+            "packed": self.share.packs(self.config),
         }
 
     def _manifest(self) -> dict[str, Any]:

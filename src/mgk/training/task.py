@@ -52,13 +52,26 @@ class Share:
         return str(self.precision or torch.float32).removeprefix("torch.")
 
     def multiple_of(self, config: RunConfig) -> int:
-        """What widths of batches are rounded up to."""
+        """What widths of padded batches are rounded up to."""
         if config.data.multiple_of is not None:
             return config.data.multiple_of
         if self.device.type != "cuda":
             return 1
         # Sentences are short: rounded up to 64 they would be padding for the most part.
         return 8 if config.task == "translation" else 64
+
+    def packs(self, config: RunConfig) -> bool:
+        """Whether sequences of a training batch lie one after the other instead of being padded."""
+        if config.data.pack is not None:
+            return config.data.pack
+        has_labels = config.task in ("classification", "pairs")
+        return has_labels and config.data.pad_to is None and self.device.type == "cuda" and self.precision is not None
+
+    def packed_multiple_of(self, config: RunConfig) -> int:
+        """What the tokens of a packed batch are rounded up to: few shapes to record, and little to fill up."""
+        if config.data.multiple_of is not None:
+            return config.data.multiple_of
+        return min(1024, config.data.longest) if self.device.type == "cuda" else 1
 
 
 def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
@@ -137,21 +150,26 @@ class Classification:
         return kind(_model_config(self.config))
 
     def training_batches(self, share: Share) -> Batches:
-        split, data = self.corpus.splits["train"], self.config.data
+        split, data, packs = self.corpus.splits["train"], self.config.data, share.packs(self.config)
         return Samples(
             sequences=self._sequences(split), labels=split.numbers["labels"], first=split.numbers.get("first"),
             second=split.numbers.get("second"), batch_size=micro_batch(self.config, share.ranks), longest=data.longest,
-            width=data.pad_to, multiple_of=share.multiple_of(self.config), by_length=data.by_length,
-            seed=self.config.seed, rank=share.rank, ranks=share.ranks,
+            width=data.pad_to, pack=packs, by_length=data.by_length, seed=self.config.seed, rank=share.rank,
+            multiple_of=share.packed_multiple_of(self.config) if packs else share.multiple_of(self.config),
+            ranks=share.ranks,
         )  # fmt: skip
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor], num_targets: Tensor) -> Tensor:
         return model(**batch, num_items_in_batch=num_targets).loss
 
     def count_targets(self, batch: Mapping[str, Tensor]) -> int:
-        return len(batch["labels"])
+        return int((batch["labels"] != IGNORED).sum())
 
     def count_tokens(self, batch: Mapping[str, Tensor]) -> int:
+        if "cu_seq_lens_q" in batch:
+            bounds = [batch[name] for name in ("cu_seq_lens_q", "pair_cu_seq_lens_q") if name in batch]
+            # What fills up a packed batch comes last.
+            return sum(int(each[self.count_targets(batch)]) for each in bounds)
         return sum(int(batch[name].sum()) for name in ("attention_mask", "pair_attention_mask") if name in batch)
 
     def evaluate(self, model: nn.Module, split: str, share: Share, progress: Progress) -> dict[str, float]:

@@ -25,10 +25,10 @@ from mgk.ops.triton.tiles import (
     component_bias,
     finite,
     first_share,
-    is_kept,
     is_visible,
     load_rows,
     load_tile,
+    unless_dropped,
     visible_keys,
     visible_queries,
 )
@@ -38,11 +38,15 @@ from mgk.ops.triton.tiles import (
 def attention_delta(
     p_out, p_grad_out, p_normaliser, p_grad_normaliser, p_row, p_level, p_reference, p_delta, stride_out_batch,
     stride_out_head, stride_out_token, stride_grad_batch, stride_grad_head, stride_grad_token, keep_probability,
-    num_heads, group_size, num_queries, padded_queries, num_blocks, width, M: tl.constexpr, PAIRED: tl.constexpr, HAS_LEVEL: tl.constexpr,
-    HAS_GRAD_NORMALISER: tl.constexpr, BLOCK_I: tl.constexpr, DV: tl.constexpr,
+    num_heads, group_size, num_queries, padded_queries, num_blocks, width,
+    M: tl.constexpr, PAIRED: tl.constexpr, HAS_LEVEL: tl.constexpr, HAS_GRAD_NORMALISER: tl.constexpr,
+    BLOCK_I: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """What the two kernels need of each row, padded: ``reference`` (in units of log 2) and ``delta``, which is given for
-    gradients that are divided by the probability to keep a pair only when all of them are added up."""
+    """What the two kernels need of each row, padded: ``reference`` (in units of log 2) and ``delta``.
+
+    Under dropout they divide gradients by the probability to keep a pair once, when all are added up: delta is given
+    for what they add.
+    """
     i_block = tl.program_id(0) % num_blocks
     i_head = tl.program_id(0) // num_blocks
     o_first = i_block * BLOCK_I
@@ -307,8 +311,7 @@ def _gather_key_value(
     b_kept_weight = b_weight
     if DROPOUT:
         b_row_key = tl.load(p_row_key + o_i)
-        b_kept = is_kept(b_row_key[None, :], b_column_key[:, None], threshold)
-        b_kept_weight = tl.where(b_kept, b_weight, 0.0)
+        b_kept_weight = unless_dropped(b_weight, b_row_key[None, :], b_column_key[:, None], threshold)
         b_grad_logit = b_kept_weight * b_grad_weight - b_weight * b_delta[None, :]
     if PAIRED and not HARD:
         if WIDE:
@@ -317,7 +320,9 @@ def _gather_key_value(
             b_other = tl.math.exp2(b_product * scale + ((b_difference - b_reference)[None, :] + b_step[:, None]))
             if CAUSAL or HAS_MASK:
                 b_other = tl.where(b_seen, b_other, 0.0)
-            b_kept_other = tl.where(b_kept, b_other, 0.0) if DROPOUT else b_other
+            b_kept_other = b_other
+            if DROPOUT:
+                b_kept_other = unless_dropped(b_other, b_row_key[None, :], b_column_key[:, None], threshold)
             b_kept_weight += b_kept_other
         else:
             b_ratio = tl.load(p_alpha + o_i)[None, :] * b_rho[:, None]
@@ -509,9 +514,8 @@ def _gather_two_keys(
     b_kept_weight = b_weight
     if DROPOUT:
         b_row_key = tl.load(p_row_key + o_i)
-        b_kept = is_kept(b_row_key[None, :], b_column_key[:, None], threshold)
-        b_kept_weight = tl.where(b_kept, b_weight, 0.0)
-        b_grad_weight = tl.where(b_kept, b_grad_weight, 0.0)
+        b_kept_weight = unless_dropped(b_weight, b_row_key[None, :], b_column_key[:, None], threshold)
+        b_grad_weight = unless_dropped(b_grad_weight, b_row_key[None, :], b_column_key[:, None], threshold)
     b_grad_weight -= b_delta[None, :]
     if HARD:
         b_both = b_weight * b_grad_weight
@@ -666,8 +670,7 @@ def _gather_query(
     b_grad_weight = tl.dot(b_grad_out, b_value.T, input_precision=PRECISION)
     if DROPOUT:
         b_column_key = tl.load(p_column_key + o_j)
-        b_kept = is_kept(b_row_key[:, None], b_column_key[None, :], threshold)
-        b_grad_weight = tl.where(b_kept, b_grad_weight, 0.0)
+        b_grad_weight = unless_dropped(b_grad_weight, b_row_key[:, None], b_column_key[None, :], threshold)
     b_grad_weight -= b_delta[:, None]
     if CAUSAL or HAS_MASK:
         b_seen = is_visible(

@@ -20,13 +20,13 @@ from mgk.ops.triton.tiles import (
     HEAD_NUMBERS,
     VARYING_WITH_WIDTH,
     component_bias,
-    is_kept,
     is_visible,
     load_rows,
     load_tile,
     mark_wide,
     row_term,
     safe_ratio,
+    unless_dropped,
     visible_keys,
 )
 
@@ -118,8 +118,8 @@ def attention_forward(
         b_out, b_sum = _attend(
             b_out, b_sum, b_reference, b_query, b_gap, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho,
             p_scale,
-            p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row, stride_mask_column,
-            causal_offset, num_queries, num_keys, padded_queries, padded_keys,
+            p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row,
+            stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
             M, SHARED, PAIRED, JOINED, SUM_BY_PRODUCT, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, HAS_LEVEL,
             DROPOUT,
             PRECISION, BLOCK_J, D, DV,
@@ -129,8 +129,8 @@ def attention_forward(
             b_out, b_sum = _attend(
                 b_out, b_sum, b_reference, b_query, b_gap, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho,
                 p_scale,
-                p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row,
-                stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
+                p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold,
+                stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
                 M, SHARED, PAIRED, JOINED, SUM_BY_PRODUCT, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, HAS_LEVEL,
                 DROPOUT, PRECISION, BLOCK_J, D,
                 DV,
@@ -319,8 +319,8 @@ def _joined_logit(
 def _attend(
     b_out, b_sum, b_reference, b_query, b_gap, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_rho, p_scale,
     p_mask,
-    p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row, stride_mask_column, causal_offset,
-    num_queries, num_keys, padded_queries, padded_keys,
+    p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row, stride_mask_column,
+    causal_offset, num_queries, num_keys, padded_queries, padded_keys,
     M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, JOINED: tl.constexpr, SUM_BY_PRODUCT: tl.constexpr,
     HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
@@ -394,11 +394,12 @@ def _attend(
             num_keys, CAUSAL, HAS_MASK,
         )  # fmt: skip
         b_weight = tl.where(b_seen, b_weight, 0.0)
-    if not SUM_BY_PRODUCT:
-        b_sum += tl.sum(b_weight, 1)
     if DROPOUT:
         b_column_key = tl.load(p_column_key + o_columns)
-        b_weight = tl.where(is_kept(b_row_key[:, None], b_column_key[None, :], threshold), b_weight, 0.0)
+        b_sum += tl.sum(b_weight, 1)
+        b_weight = unless_dropped(b_weight, b_row_key[:, None], b_column_key[None, :], threshold)
+    elif not SUM_BY_PRODUCT:
+        b_sum += tl.sum(b_weight, 1)
     b_value = load_tile(d_value, i_batch, i_kv_head, o_j, BLOCK_J, DV)
     if SUM_BY_PRODUCT:
         b_sum = tl.dot(b_weight.to(b_value.dtype), tl.full([BLOCK_J, 16], 1.0, b_value.dtype), b_sum)
@@ -455,7 +456,7 @@ def _attend_exactly(
             b_sum = b_sum * b_decay + tl.sum(b_weight, 1)
             if DROPOUT:
                 b_column_key = tl.load(p_column_key + o_columns)
-                b_weight = tl.where(is_kept(b_row_key[:, None], b_column_key[None, :], threshold), b_weight, 0.0)
+                b_weight = unless_dropped(b_weight, b_row_key[:, None], b_column_key[None, :], threshold)
             b_out = tl.dot(b_weight.to(b_value.dtype), b_value, b_out * b_decay[:, None], input_precision=PRECISION)
             b_maximum = b_new
     return b_out, b_sum, b_maximum

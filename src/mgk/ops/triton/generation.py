@@ -18,6 +18,7 @@ from mgk.ops.triton.operator import (
     aligned,
     block_width,
     count_blocks,
+    descriptor,
     is_unwatched,
     on_device,
     scales_of,
@@ -29,6 +30,7 @@ FEW_QUERIES = 16
 MOST_ROWS = 64
 # Shares into which the keys of a head are split at most.
 MOST_SPLITS = 128
+WAVES = 4
 # Blocks of keys that a share has at least, unless there are fewer.
 LEAST_BLOCKS = 2
 
@@ -84,7 +86,7 @@ def run(
     rows, value_width = group_size * queries, value.shape[-1]
     tile = tuning.choose_decode_tile(max(width, value_width), 1 if shift is not None else components)
     # As many programs as keep the GPU busy, but each with some blocks of its own.
-    wanted = 3 if tuning.is_interpreted() else count_blocks(4 * PROGRAMS, batch * kv_heads)
+    wanted = 3 if tuning.is_interpreted() else count_blocks(WAVES * PROGRAMS, batch * kv_heads)
     splits = max(1, min(wanted, count_blocks(keys, LEAST_BLOCKS * tile.columns), MOST_SPLITS))
     keys_per_split = count_blocks(count_blocks(keys, splits), tile.columns) * tile.columns
     splits = count_blocks(keys, keys_per_split)
@@ -105,7 +107,8 @@ def run(
             decode.decode_split,
             batch * kv_heads * splits,
             (
-                query, key, value, None if shift is None else shift.float().contiguous(), log_prior, own_scales,
+                descriptor(key, tile.columns), descriptor(value, tile.columns), query, key, value,
+                None if shift is None else shift.float().contiguous(), log_prior, own_scales,
                 key_mask, partial, maximum, sums, *query.stride()[:3], *key.stride()[:4], *value.stride()[:3],
                 *prior_strides, *((0, 0) if key_mask is None else key_mask.stride()), scale * LOG2_E, heads,
                 group_size, queries, keys, keys_per_split, splits, width, value_width,
@@ -118,10 +121,12 @@ def run(
                 "EQUAL": scales is None,
                 "HAS_SHIFT": shift is not None,
                 "HAS_PRIOR": log_prior is not None,
+                "PRIOR_BY_KEY": log_prior is not None and log_prior.shape[2] > 1,
                 "HAS_KEY_MASK": key_mask is not None,
                 "CAUSAL": is_causal and queries > 1,
                 "PRECISION": "ieee",
-                "ROWS": max(16, 1 << (rows - 1).bit_length()),
+                # With the halves of the shifts, which are rows as well.
+                "ROWS": block_width(rows + (2 * components if shift is not None and gaussian else 0)),
                 "BLOCK_J": tile.columns,
                 "D": block_width(width),
                 "DV": block_v,

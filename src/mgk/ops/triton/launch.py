@@ -143,5 +143,5 @@ def _kind(argument: Any, is_free: bool) -> Any:
     if kind is float or argument is None:
         return kind
     if kind is TensorDescriptor:
-        return (argument.base.dtype, argument.block_shape[1], argument.block_shape[2], argument.block_shape[3])
+        return (argument.base.dtype, *argument.block_shape)
     return argument.dtype if is_free else (argument.dtype, argument.data_ptr() % 16 == 0)

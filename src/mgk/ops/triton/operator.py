@@ -291,25 +291,26 @@ def _aligned_like(tensor: Tensor) -> Tensor:
 
 
 def descriptor(tensor: Tensor, rows: int, heads: int = 1) -> TensorDescriptor:
-    """Blocks of ``rows`` tokens of one head, or of some neighbouring ones, of ``[B, H, N, D]``."""
+    """Blocks of ``rows`` tokens of one head, or of neighbouring ones, of ``[B, H, N, D]`` or ``[B, H, M, N, D]``."""
     shape = tuple(tensor.shape)
     strides = _strides_for_copies(shape, tensor.stride(), tensor.element_size())
     # What the constructor would check again and again holds: `aligned` has seen to it.
     made: TensorDescriptor = object.__new__(TensorDescriptor)
     made.base, made.shape, made.strides, made.padding = tensor, shape, strides, "zero"
-    made.block_shape = (1, heads, rows, block_width(shape[3]))
+    made.block_shape = (1,) * (len(shape) - 3) + (heads, rows, block_width(shape[-1]))
     return made
 
 
 @functools.lru_cache(maxsize=1024)
 def _strides_for_copies(shape: tuple[int, ...], strides: tuple[int, ...], element_size: int) -> tuple[int, ...]:
     """An axis of length one may have any stride, but the copy engine looks at it."""
-    dense = [0, 0, 0, 1]
-    for axis in (2, 1, 0):
+    last = len(shape) - 1
+    dense = [1] * len(shape)
+    for axis in reversed(range(last)):
         dense[axis] = dense[axis + 1] * shape[axis + 1]
     step = 16 // element_size
     return tuple(
-        stride if size > 1 or axis == 3 else max(step, -(-dense[axis] // step) * step)
+        stride if size > 1 or axis == last else max(step, -(-dense[axis] // step) * step)
         for axis, (size, stride) in enumerate(zip(shape, strides, strict=True))
     )
 

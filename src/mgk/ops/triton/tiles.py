@@ -190,11 +190,23 @@ def finite(b_term):
     return tl.maximum(b_term, -1e30)
 
 
+# Read once, as Triton does when it meets a kernel.
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
 @triton.jit
-def is_kept(b_row_key, b_column_key, threshold):
-    """Dropout: whether a pair is kept, from one odd random number per query and one per key.
+def unless_dropped(b_value, b_row_key, b_column_key, threshold):
+    """Dropout: ``value`` where a pair is kept, else 0, from one odd random number per query and one per key.
 
     Their product modulo 2^32 is uniform along every row and every column, so one multiplication makes the random number
     of a pair, the same one in forward and in both backward kernels.
     """
-    return (b_row_key * b_column_key).to(tl.uint32, bitcast=True) >= threshold
+    b_product = b_row_key * b_column_key
+    if _INTERPRETED:
+        return tl.where(b_product.to(tl.uint32, bitcast=True) >= threshold, b_value, 0.0)
+    # Written out, since LLVM gathers comparisons sixteen at a time into words, and then takes them apart again bit by
+    # bit: twice as many instructions as there are in the rest of a kernel.
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred kept; setp.ge.u32 kept, $2, $3; selp.f32 $0, $1, 0f00000000, kept; }",
+        "=f,f,r,r", [b_value, b_product, threshold.to(tl.uint32)], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip

@@ -1,0 +1,191 @@
+"""A step of generation: one query for each sequence, and a long cache that has to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mgk.benchmark.attention import Comparison, Record
+from mgk.benchmark.contestants import Contestant
+from mgk.benchmark.correctness import Judge, WrongResultError
+from mgk.benchmark.entry import LeftOut, refusals
+from mgk.benchmark.inputs import Inputs, draw
+from mgk.benchmark.memory import peak_bytes
+from mgk.benchmark.shape import Shape
+from mgk.benchmark.timing import Candidate, Clock, Effort, HostClock, Report, StreamClock, Timing, no_report, take_turns
+from mgk.training.result import device_name
+
+COPY = "copy"
+"""The name of the candidate that says how fast memory is."""
+COPIED_BYTES = {"cuda": 2**30, "cpu": 2**26}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A contestant that is right."""
+
+    contestant: Contestant
+    candidate: Candidate
+    error: float
+    """Relative, of the output, against fp64."""
+    cache_bytes: int
+    """Keys and values."""
+    peak_bytes: int | None
+    """Beyond the inputs."""
+
+
+def compare(
+    shape: Shape,
+    contestants: Sequence[Contestant],
+    judge: Judge,
+    effort: Effort,
+    *,
+    clock: Clock | None = None,
+    report: Report = no_report,
+) -> Comparison:
+    """Check every contestant, then time those that are right, and a copy of memory, in turn.
+
+    Args:
+        shape: ``tokens`` are those of the cache. What replaces the baselines gets half its heads.
+        contestants: with baselines among them, or there is nothing to compare with.
+        judge: says who is right, on which device and in which dtype.
+        effort: how long it may take.
+        clock: how times are taken; ``None``: as the device needs it.
+        report: told how far it is.
+    """
+    found = Comparison()
+    total = len(contestants) + effort.rounds
+    drawn: dict[tuple[str, int], Inputs] = {}
+    steps: list[Step] = []
+    for number, contestant in enumerate(contestants):
+        report(number, total, f"checking {contestant.name}")
+        heads = shape.heads if contestant.is_baseline else shape.mixture_heads
+        try:
+            if (contestant.preset, heads) not in drawn:
+                drawn[contestant.preset, heads] = draw_step(contestant.preset, shape, heads, judge)
+            steps.append(_enter(contestant, drawn[contestant.preset, heads], judge))
+        except LeftOut as error:
+            found.skipped.append({**_facts(contestant, shape, judge), "reason": str(error)})
+        except WrongResultError as error:
+            reason = {"reason": str(error), "error": error.errors}
+            found.failures.append({**_facts(contestant, shape, judge), **reason})
+    if not any(step.contestant.is_baseline for step in steps):
+        reasons = "; ".join(each["reason"] for each in [*found.failures, *found.skipped])
+        raise RuntimeError(f"a stock kernel must run at {shape}, got none: {reasons}")
+    if clock is None:
+        clock = StreamClock(judge.device) if judge.device.type == "cuda" else HostClock()
+    copy, copied = _copy(judge.device)
+    timings = take_turns(
+        [*(step.candidate for step in steps), copy], clock, effort,
+        lambda done, _, text: report(len(contestants) + done, total, text),
+    )  # fmt: skip
+    # A copy reads and writes.
+    bytes_per_ms = 2 * copied / timings[COPY].device_ms
+    _add_records(found, steps, timings, bytes_per_ms, shape, judge)
+    report(total, total, "done")
+    return found
+
+
+def draw_step(preset: str, shape: Shape, heads: int, judge: Judge) -> Inputs:
+    """One query for each head, and keys as a cache of this library has them: all components of a token together."""
+    inputs = draw(
+        preset, batch=shape.batch, heads=heads, tokens=shape.tokens, head_dim=shape.head_dim, is_causal=False,
+        dtype=judge.dtype, device=judge.device, queries=1, needs_gradients=False,
+    )  # fmt: skip
+    if inputs.key.ndim == 4:
+        return inputs
+    return replace(inputs, key=inputs.key.transpose(2, 3).contiguous().transpose(2, 3))
+
+
+def cache_bytes(inputs: Inputs) -> int:
+    """Of keys and values."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in (inputs.key, inputs.value))
+
+
+def _enter(contestant: Contestant, inputs: Inputs, judge: Judge) -> Step:
+    @contextmanager
+    def without_gradients() -> Iterator[None]:
+        with torch.no_grad(), contestant.context():
+            yield
+
+    candidate = Candidate(
+        name=contestant.name, call=lambda: contestant.attention(inputs), context=without_gradients
+    )  # fmt: skip
+    with refusals(contestant):
+        error = judge.check_output(contestant, inputs)
+        # The first call compiles, the second is the one that counts.
+        peak_bytes(candidate, judge.device)
+        peak = peak_bytes(candidate, judge.device)
+    return Step(
+        contestant=contestant, candidate=candidate, error=error, cache_bytes=cache_bytes(inputs), peak_bytes=peak
+    )
+
+
+def _copy(device: torch.device) -> tuple[Candidate, int]:
+    """What memory can do: a copy much larger than any cache of the device, and its bytes."""
+    count = COPIED_BYTES[device.type]
+    source = torch.zeros(count, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+
+    def call() -> Tensor:
+        return target.copy_(source)
+
+    return Candidate(name=COPY, call=call), count
+
+
+def _add_records(
+    found: Comparison, steps: list[Step], timings: dict[str, Timing], bytes_per_ms: float, shape: Shape, judge: Judge
+) -> None:
+    """Ratios are those to the fastest baseline."""
+    stock = [step for step in steps if step.contestant.is_baseline]
+    fastest = min(stock, key=lambda step: timings[step.candidate.name].ms)
+    baseline = timings[fastest.candidate.name]
+    for step in steps:
+        timing = timings[step.candidate.name]
+        read_ms = step.cache_bytes / bytes_per_ms
+        record = {
+            **_facts(step.contestant, shape, judge),
+            "forward_ms": timing.ms,
+            "forward_device_ms": timing.device_ms,
+            "forward_host_ms": timing.host_ms,
+            "peak_bytes": step.peak_bytes,
+            "cache_bytes": step.cache_bytes,
+            "read_ms": read_ms,
+            "over_reading": timing.ms / read_ms,
+            "samples": timing.samples,
+            "noise": timing.noise,
+            "error": {"output": step.error},
+        }
+        if step.contestant.is_baseline:
+            found.baselines.append(record)
+            continue
+        found.rows.append(
+            {
+                **record,
+                "baseline": fastest.contestant.backend,
+                "baseline_ms": baseline.ms,
+                "forward_ratio": baseline.ms / timing.ms,
+                "training_ratio": None,
+                "cache_ratio": step.cache_bytes / fastest.cache_bytes,
+                "noise": max(timing.noise, baseline.noise),
+            }
+        )
+
+
+def _facts(contestant: Contestant, shape: Shape, judge: Judge) -> Record:
+    who = {"kernel": contestant.backend, "heads": shape.heads}
+    if not contestant.is_baseline:
+        who = {"backend": contestant.backend, "heads": shape.mixture_heads, "baseline_heads": shape.heads}
+    return {
+        "device": device_name(judge.device),
+        "dtype": str(judge.dtype).removeprefix("torch."),
+        **shape.facts(),
+        "queries": 1,
+        "preset": contestant.preset,
+        **who,
+    }
