@@ -260,6 +260,22 @@ def test_packed_rows_have_no_padding():
         assert batch["input_ids"][0, part].tolist() == sequences[label][:12].tolist()
 
 
+def test_what_rounds_a_packed_row_up_is_a_sequence_that_does_not_count():
+    sequences = make_sequences(20)
+    plain, rounded = (
+        Samples(sequences=sequences, labels=np.arange(20), batch_size=5, pack=True, multiple_of=multiple).batch(0, 0)
+        for multiple in (1, 64)
+    )
+    total = plain["input_ids"].shape[1]
+    assert rounded["input_ids"].shape == (1, -(-total // 64) * 64)
+    assert rounded["input_ids"][:, :total].equal(plain["input_ids"])
+    assert (rounded["input_ids"][:, total:] == 0).all()
+    assert rounded["cu_seq_lens_q"].tolist() == [*plain["cu_seq_lens_q"].tolist(), rounded["input_ids"].shape[1]]
+    assert rounded["labels"].tolist() == [*plain["labels"].tolist(), -100]
+    with pytest.raises(ValueError, match=r"multiple_of must be at most longest=12 where sequences are packed, .*got 64"):
+        Samples(sequences=sequences, labels=np.arange(20), batch_size=5, longest=12, pack=True, multiple_of=64)
+
+
 def test_windows_read_the_stream_in_order():
     windows = Windows(tokens=np.arange(1001, dtype=np.uint16), batch_size=4, length=10)
     assert len(windows) == 25

@@ -206,6 +206,10 @@ class TestValues:
             ({"data": {"longest": 0}}, r"^data\.longest must be at least 1, got 0$"),
             ({"data": {"workers": -1}}, r"^data\.workers must be at least 0, got -1$"),
             ({"data": {"pad_to": 63}}, r"^data\.pad_to must be at least data\.longest=64, got 63$"),
+            (
+                {"data": {"pad_to": 64, "pack": True}},
+                r"^data\.pad_to must be left out where data\.pack is true, got 64$",
+            ),
             ({"seed": -1}, r"^seed must be at least 0, got -1$"),
             ({"seed": 2**63}, r"^seed must be below 2\*\*63, got 9223372036854775808$"),
         ],

@@ -19,7 +19,7 @@ from mgk.data.batches import Samples
 from mgk.data.store import Corpus
 from mgk.models import MGKConfig, MGKForSequenceClassification, architecture
 from mgk.training.result import device_name
-from mgk.training.task import Share, choose_precision
+from mgk.training.task import Share
 
 RECIPE = "lra/text"
 HEADS = 8
@@ -66,9 +66,9 @@ def readers(presets: Sequence[str]) -> list[Reader]:
 
 def reviews(corpus: Corpus, layout: str, count: int, device: torch.device) -> dict[str, Tensor]:
     """The first batch that the recipe would train on, laid out as told."""
-    run, _ = Reader(attention="softmax", heads=HEADS, layout=layout).configurations()
-    share = Share(device=device, precision=choose_precision(run.training.precision, device))
-    multiple_of = share.packed_multiple_of(run) if layout == "packed" else share.multiple_of(run)
+    changes = ["data.pack=true"] if layout == "packed" else []
+    run = recipes.load(RECIPE).config(f"softmax-{HEADS}", changes)
+    multiple_of = Share(device=device).training_multiple_of(run)
     split = corpus.splits["train"]
     samples = Samples(
         sequences=split.sequences["text"], labels=split.numbers["labels"], batch_size=count,

@@ -35,8 +35,8 @@ class DataConfig:
     pad_to: int | None = None
     """Pad every sequence to this length instead, as the published code does; the result is the same, only slower."""
     pack: bool | None = None
-    """Put labelled sequences one after the other instead of padding them; ``None``: where the fused kernels take them,
-    on a GPU in half precision. The result is the same, only faster."""
+    """Put labelled sequences one after the other instead of padding them; ``None``: no. The result is the same, only
+    faster where the fused kernels take them: on a GPU in half precision."""
     multiple_of: int | None = None
     """Round the longest up to a multiple of this, or the tokens of a packed batch; ``None``: on a GPU, where shapes are
     compiled and recorded, 64, or 8 for sentences, or 1024 packed; 1 elsewhere."""

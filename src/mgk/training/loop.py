@@ -347,8 +347,7 @@ class Trainer:
             "ranks": self.share.ranks,
             # What was left to the machine.
             "precision": self.share.precision_name,
-            "multiple_of": self.share.multiple_of(self.config),
-            "packed": self.share.packs(self.config),
+            "multiple_of": self.share.training_multiple_of(self.config),
         }
 
     def _manifest(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 # What may differ between a run and its continuation: none of it changes a number.
 FREE_TO_CHANGE = {
-    "name", "row", "data.multiple_of", "data.pack", "training.precision", "data.workers", "data.timeout",
+    "name", "row", "data.multiple_of", "training.precision", "data.workers", "data.timeout",
     "training.log_every", "training.checkpoint_every", "training.cuda_graphs", "training.keep_checkpoints",
     "training.max_skipped",
 }  # fmt: skip
@@ -108,15 +108,10 @@ def check_same_run(found: Checkpoint, now: Mapping[str, Any]) -> None:
             f"{found.folder} must come from this corpus, whose fingerprint is {now['corpus'][:12]}..., "
             f"got {before['corpus'][:12]}...: was it prepared with other options?"
         )
-    left_to_the_machine = {
-        "precision": "training.precision", "multiple_of": "data.multiple_of", "packed": "data.pack",
-    }  # fmt: skip
-    for key, hint in left_to_the_machine.items():
-        # Before there were packed batches nobody said so.
-        was = before.get(key, False)
-        if was != now[key]:
+    for key, hint in (("precision", "training.precision"), ("multiple_of", "data.multiple_of")):
+        if before[key] != now[key]:
             raise CheckpointError(
-                f"{found.folder} must come from {key} {now[key]}, as chosen here, got {was}: set {hint}"
+                f"{found.folder} must come from {key} {now[key]}, as chosen here, got {before[key]}: set {hint}"
             )
     if before["ranks"] != now["ranks"]:
         raise CheckpointError(

@@ -60,17 +60,11 @@ class Share:
         # Sentences are short: rounded up to 64 they would be padding for the most part.
         return 8 if config.task == "translation" else 64
 
-    def packs(self, config: RunConfig) -> bool:
-        """Whether sequences of a training batch lie one after the other instead of being padded."""
-        if config.data.pack is not None:
-            return config.data.pack
-        has_labels = config.task in ("classification", "pairs")
-        return has_labels and config.data.pad_to is None and self.device.type == "cuda" and self.precision is not None
-
-    def packed_multiple_of(self, config: RunConfig) -> int:
-        """What the tokens of a packed batch are rounded up to: few shapes to record, and little to fill up."""
-        if config.data.multiple_of is not None:
-            return config.data.multiple_of
+    def training_multiple_of(self, config: RunConfig) -> int:
+        """The same of training batches, or what the tokens of a packed one are rounded up to."""
+        if config.data.multiple_of is not None or not config.data.pack:
+            return self.multiple_of(config)
+        # Few shapes to record, and little to fill up.
         return min(1024, config.data.longest) if self.device.type == "cuda" else 1
 
 
@@ -150,13 +144,12 @@ class Classification:
         return kind(_model_config(self.config))
 
     def training_batches(self, share: Share) -> Batches:
-        split, data, packs = self.corpus.splits["train"], self.config.data, share.packs(self.config)
+        split, data = self.corpus.splits["train"], self.config.data
         return Samples(
             sequences=self._sequences(split), labels=split.numbers["labels"], first=split.numbers.get("first"),
             second=split.numbers.get("second"), batch_size=micro_batch(self.config, share.ranks), longest=data.longest,
-            width=data.pad_to, pack=packs, by_length=data.by_length, seed=self.config.seed, rank=share.rank,
-            multiple_of=share.packed_multiple_of(self.config) if packs else share.multiple_of(self.config),
-            ranks=share.ranks,
+            width=data.pad_to, pack=bool(data.pack), by_length=data.by_length, seed=self.config.seed,
+            multiple_of=share.training_multiple_of(self.config), rank=share.rank, ranks=share.ranks,
         )  # fmt: skip
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor], num_targets: Tensor) -> Tensor:

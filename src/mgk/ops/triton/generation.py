@@ -86,7 +86,11 @@ def run(
     rows, value_width = group_size * queries, value.shape[-1]
     tile = tuning.choose_decode_tile(max(width, value_width), 1 if shift is not None else components)
     # As many programs as keep the GPU busy, but each with some blocks of its own.
-    wanted = 3 if tuning.is_interpreted() else count_blocks(WAVES * PROGRAMS, batch * kv_heads)
+    wanted = (
+        3
+        if tuning.is_interpreted()
+        else count_blocks(WAVES * PROGRAMS, batch * kv_heads) * (1 if shift is not None else components)
+    )
     splits = max(1, min(wanted, count_blocks(keys, LEAST_BLOCKS * tile.columns), MOST_SPLITS))
     keys_per_split = count_blocks(count_blocks(keys, splits), tile.columns) * tile.columns
     splits = count_blocks(keys, keys_per_split)

@@ -101,8 +101,8 @@ def choose_decode_tile(width: int, key_tensors: int) -> Tile:
     """For a few queries, which wait for memory: as many bytes on their way as registers have room for."""
     if is_interpreted():
         return INTERPRETED
-    columns = 128 if width * key_tensors <= 64 else 64 if width * key_tensors <= 256 else 32
-    return Tile(16, columns, 4, 3 if width <= 128 else 2)
+    columns = 128 if width * key_tensors == 128 else 64 if width * key_tensors <= 256 else 32
+    return Tile(16, columns, 4, 2)
 
 
 def tune(kernel: Kernel, device: torch.device, launch: Callable[[Tile], object]) -> None:
