@@ -46,7 +46,9 @@ def compare_steps(presets=("softmax", "smgk", "mgk"), clock=None):
 
 
 def test_ratios_of_a_step_and_of_its_cache():
-    clock = Script(softmax_through_SDPA_flash=6.0, softmax_through_SDPA_math=8.0, softmax=4.0, smgk=3.0, mgk=5.0, copy=2.0)
+    clock = Script(
+        softmax_through_SDPA_flash=6.0, softmax_through_SDPA_math=8.0, softmax=4.0, smgk=3.0, mgk=5.0, copy=2.0
+    )
     found = compare_steps(clock=clock)
     rows = {row["preset"]: row for row in found.rows}
     for row in rows.values():

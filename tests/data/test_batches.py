@@ -272,7 +272,9 @@ def test_what_rounds_a_packed_row_up_is_a_sequence_that_does_not_count():
     assert (rounded["input_ids"][:, total:] == 0).all()
     assert rounded["cu_seq_lens_q"].tolist() == [*plain["cu_seq_lens_q"].tolist(), rounded["input_ids"].shape[1]]
     assert rounded["labels"].tolist() == [*plain["labels"].tolist(), -100]
-    with pytest.raises(ValueError, match=r"multiple_of must be at most longest=12 where sequences are packed, .*got 64"):
+    with pytest.raises(
+        ValueError, match=r"multiple_of must be at most longest=12 where sequences are packed, .*got 64"
+    ):
         Samples(sequences=sequences, labels=np.arange(20), batch_size=5, longest=12, pack=True, multiple_of=64)
 
 

@@ -63,6 +63,32 @@ def test_a_language_model_takes_packed_sequences(kind, attention):
     assert model(**packed, use_cache=True).past_key_values is None
 
 
+@every_attention
+def test_a_translator_takes_packed_sentences(attention):
+    """P14: encoder, decoder and the attention between them; loss and every gradient."""
+    padded = make_inputs("translation", padding_side="right")
+    target = torch.tensor([[5, 6, 7, 8], [9, 10, -100, -100], [11, 12, 13, -100]], device=DEVICE)
+    kept = target != -100
+    bounds = torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0)).to(torch.int32)
+    source = {name: padded[name] for name in ("input_ids", "attention_mask")}
+    packed = {**pack(source), "labels": target[kept][None], "decoder_cu_seq_lens_q": bounds}
+    results = []
+    for inputs in ({**source, "labels": target}, packed):
+        model = make_model("translation", attention).train()
+        output = model(**inputs)
+        output.loss.backward()
+        logits = output.logits[kept] if len(output.logits) > 1 else output.logits[0]
+        results.append((logits, output.loss, *(parameter.grad for parameter in model.parameters())))
+    for got, expected in zip(*reversed(results), strict=True):
+        assert relative_error(got, expected) <= 1e-9 or (got - expected).abs().max() <= 1e-12
+
+
+def test_a_translator_needs_both_sides_packed():
+    source = pack(make_inputs("translation", padding_side="right"))
+    with pytest.raises(ValueError, match="sources and targets must both be packed, got no decoder_cu_seq_lens_q"):
+        make_model("translation")(**source, labels=torch.ones(1, 4, dtype=torch.long, device=DEVICE))
+
+
 @pytest.mark.parametrize("kind", ["classifier", "matcher"])
 def test_batches_of_our_own(kind):
     """``Samples(pack=True)`` gives what the models take."""
@@ -120,7 +146,7 @@ def test_gradient_checkpointing():
     [
         (
             {"attention_mask": torch.ones(1, 21, device=DEVICE)},
-            "have no padding, got attention_mask beside cu_seq_lens_q",
+            "have no padding, got an attention mask beside cu_seq_lens_q",
         ),
         ({"input_ids": torch.ones(2, 21, dtype=torch.long, device=DEVICE)}, "must lie in one row, got 2 rows"),
         (

@@ -221,6 +221,7 @@ class TestValues:
         refuse("max_tokens must be given for translation", task="translation", training={"max_tokens": None})
         refuse("metric must be loss or bleu for translation", task="translation", validation={"metric": "accuracy"})
         refuse("metric must be loss for language", task="language", validation={"metric": "bleu"})
+        refuse("data.pack must be false or left out for language", task="language", data={"pack": True})
 
     @pytest.mark.parametrize(("accumulate", "size"), [(3, 8), (16, 8)])
     def test_batches_that_cannot_be_shared_out(self, tmp_path, corpus, accumulate, size):

@@ -11,14 +11,15 @@ STEPS = 6
 
 def losses(task, corpus, folder, **data):
     config = make_config(
-        task, data=data, model={"dropout": 0.0, "attention_dropout": 0.0}, training={"steps": STEPS, "log_every": 1, "accumulate": 2},
+        task, data=data, model={"dropout": 0.0, "attention_dropout": 0.0},
+        training={"steps": STEPS, "log_every": 1, "accumulate": 2},
     )  # fmt: skip
     trainer = make_trainer(config, folder, corpus)
     take_steps(trainer, STEPS)
     return [eval(record)[0] for _, record in sorted(trainer.records.items())], trainer
 
 
-@pytest.mark.parametrize("task", ["classification", "pairs"])
+@pytest.mark.parametrize("task", ["classification", "pairs", "translation"])
 @pytest.mark.parametrize("multiple", [1, 16])
 def test_packed_training_is_padded_training(task, multiple, corpora, tmp_path):
     expected, padded = losses(task, corpora(task), tmp_path / "padded")
@@ -29,7 +30,7 @@ def test_packed_training_is_padded_training(task, multiple, corpora, tmp_path):
     assert packed.state.tokens == padded.state.tokens
 
 
-@pytest.mark.parametrize("task", ["classification", "pairs"])
+@pytest.mark.parametrize("task", ["classification", "pairs", "translation"])
 def test_what_fills_up_is_not_counted(task, corpora):
     counted = []
     for data in ({}, {"pack": True}, {"pack": True, "multiple_of": 32}):

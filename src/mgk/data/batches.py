@@ -359,6 +359,9 @@ class Translations:
     """Round widths up: kernels like round numbers, compilers dislike many shapes."""
     seed: int = 0
     shuffle: bool = True
+    pack: bool = False
+    """The same sentences in one row without padding, with ``cu_seq_lens_q`` in place of the mask and
+    ``decoder_cu_seq_lens_q`` beside the labels. Both rows are rounded up, by a sentence that does not count."""
     rank: int = 0
     ranks: int = 1
 
@@ -386,14 +389,22 @@ class Translations:
 
     def batch(self, epoch: int, step: int) -> dict[str, Tensor]:
         rows = self.rows(epoch, step)
+        if self.pack:
+            source = packed(self.source, rows, self.max_tokens, self.multiple_of)
+            target = packed(self.target, rows, self.max_tokens, self.multiple_of)
+            bounds, labels = target["cu_seq_lens_q"], target["input_ids"]
+            labels[:, int(bounds[len(rows)]) :] = IGNORED
+            return {**source, "labels": labels, "decoder_cu_seq_lens_q": bounds}
         tokens, mask = padded(self.source, rows, self.max_tokens, multiple_of=self.multiple_of)
         labels, label_mask = padded(self.target, rows, self.max_tokens, multiple_of=self.multiple_of)
         return {"input_ids": tokens, "attention_mask": mask, "labels": labels.masked_fill(label_mask == 0, -100)}
 
     @property
     def _widths(self) -> NDArray[np.int64]:
-        """What each pair takes of a batch: its longer side, rounded up."""
+        """What each pair takes of a batch: its longer side, rounded up where it will be padded."""
         longer = np.maximum(self.source.lengths, self.target.lengths)
+        if self.pack:
+            return longer
         return -(-longer // self.multiple_of) * self.multiple_of
 
     @functools.cached_property

@@ -84,7 +84,7 @@ class MGKAttention(MixtureAttention):
             query, self._unpack(keys), value, shift=self.keys.shift if self._adds_shifts_late else None,
             key_mask=visibility.key_mask, query_mask=visibility.query_mask, attn_mask=visibility.attn_mask,
             is_causal=visibility.is_causal, is_self_attention=not self.is_cross, need_weights=output_attentions,
-            cu_seqlens=visibility.cu_seqlens,
+            cu_seqlens=visibility.cu_seqlens, cu_seqlens_k=visibility.cu_seqlens_k,
         )  # fmt: skip
 
     def _new_keys(self, hidden_states: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:

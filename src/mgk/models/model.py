@@ -81,6 +81,7 @@ class MGKModel(MGKPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        encoder_cu_seq_lens: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPastAndCrossAttentions:
         """Run the stack.
@@ -100,6 +101,7 @@ class MGKModel(MGKPreTrainedModel):
             cu_seq_lens_q: int32 ``[S + 1]``: B is 1, and S sequences are packed one after the other, without padding.
                 What ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` of transformers gives; the other
                 numbers that it gives are not needed.
+            encoder_cu_seq_lens: the same of ``encoder_hidden_states``.
         """
         if (input_ids is None) == (inputs_embeds is None):
             names = f"{self.input_prefix}input_ids and {self.input_prefix}inputs_embeds"
@@ -128,8 +130,9 @@ class MGKModel(MGKPreTrainedModel):
 
         if cu_seq_lens_q is not None:
             visibility = packed_visibility(
-                cu_seq_lens_q, inputs_embeds, attention_mask, past_key_values, self.is_causal
-            )
+                f"{self.input_prefix}cu_seq_lens_q", cu_seq_lens_q, inputs_embeds, attention_mask, past_key_values,
+                self.is_causal,
+            )  # fmt: skip
             if position_ids is None:
                 position_ids = packed_positions(cu_seq_lens_q, num_queries)
         else:
@@ -150,7 +153,9 @@ class MGKModel(MGKPreTrainedModel):
         if self.has_cross_attention:
             shape = (batch_size, -1 if encoder_hidden_states is None else encoder_hidden_states.shape[1])
             mask = padding_mask("encoder_attention_mask", encoder_attention_mask, shape)
-            context_visibility = Visibility(key_mask=mask)
+            context_visibility = Visibility(
+                key_mask=mask, cu_seqlens=cu_seq_lens_q, cu_seqlens_k=encoder_cu_seq_lens
+            )  # fmt: skip
 
         for layer in self.layers:
             hidden_states = layer(

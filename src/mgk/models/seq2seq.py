@@ -18,6 +18,7 @@ from mgk.models.layer import MGKLayer
 from mgk.models.loss import IGNORED, cross_entropy
 from mgk.models.model import MGKModel
 from mgk.models.pretrained import ForwardOptions, MGKPreTrainedModel
+from mgk.models.visibility import packed_positions
 
 
 class MGKDecoder(MGKModel):
@@ -77,6 +78,7 @@ class MGKSeq2SeqModel(MGKPreTrainedModel):
         decoder_inputs_embeds: Tensor | None = None,
         decoder_position_ids: Tensor | None = None,
         use_cache: bool | None = None,
+        decoder_cu_seq_lens_q: Tensor | None = None,
         **kwargs: Unpack[ForwardOptions],
     ) -> Seq2SeqModelOutput:
         """Run the encoder, unless ``encoder_outputs`` are given, and the decoder.
@@ -92,23 +94,31 @@ class MGKSeq2SeqModel(MGKPreTrainedModel):
             decoder_inputs_embeds: ``[B, Nt, hidden_size]``.
             decoder_position_ids: ``[B, Nt]``; ``None`` counts.
             use_cache: whether to fill a cache.
+            decoder_cu_seq_lens_q: int32 ``[S + 1]``: B is 1, and S targets are packed one after the other, without
+                padding; ``cu_seq_lens_q`` says the same of their sources.
             kwargs: ``output_attentions``: whether to return all weights, which materialises them;
                 ``output_hidden_states``: whether to return the states between layers.
         """
+        cu_seq_lens_q = kwargs.pop("cu_seq_lens_q", None)
+        if (cu_seq_lens_q is None) != (decoder_cu_seq_lens_q is None):
+            missing = "cu_seq_lens_q" if cu_seq_lens_q is None else "decoder_cu_seq_lens_q"
+            raise ValueError(f"sources and targets must both be packed, got no {missing}")
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
-                input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **{**kwargs, "use_cache": False}
-            )
+                input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, cu_seq_lens_q=cu_seq_lens_q,
+                **{**kwargs, "use_cache": False},
+            )  # fmt: skip
         elif not isinstance(encoder_outputs, ModelOutput):
             encoder_outputs = BaseModelOutput(*encoder_outputs)
-        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if use_cache is None:
+            use_cache = self.config.use_cache and cu_seq_lens_q is None
         if use_cache and past_key_values is None and not (self.decoder.gradient_checkpointing and self.training):
             past_key_values = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
         decoded = self.decoder(
             decoder_input_ids, attention_mask=decoder_attention_mask, position_ids=decoder_position_ids,
             past_key_values=past_key_values, inputs_embeds=decoder_inputs_embeds,
             encoder_hidden_states=encoder_outputs[0], encoder_attention_mask=attention_mask, use_cache=use_cache,
-            **kwargs,
+            cu_seq_lens_q=decoder_cu_seq_lens_q, encoder_cu_seq_lens=cu_seq_lens_q, **kwargs,
         )  # fmt: skip
         return Seq2SeqModelOutput(
             last_hidden_state=decoded.last_hidden_state,
@@ -146,15 +156,14 @@ class MGKForSeq2SeqLM(MGKPreTrainedModel, GenerationMixin):
     def get_decoder(self, *args: Any, **kwargs: Any) -> MGKDecoder:
         return self.model.decoder
 
-    def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
+    def prepare_decoder_input_ids_from_labels(self, labels: Tensor, cu_seq_lens: Tensor | None = None) -> Tensor:
         """What the decoder reads while it predicts ``labels``: they follow the start token."""
         start, pad = self.config.decoder_start_token_id, self.config.pad_token_id
         if start is None or pad is None:
             raise ValueError(
                 f"labels need decoder_start_token_id and pad_token_id in the configuration, got {start} and {pad}"
             )
-        late = F.pad(labels[..., :-1], (1, 0), value=start)
-        return late.masked_fill(late == IGNORED, pad)
+        return one_later(labels, start, pad, cu_seq_lens)
 
     @can_return_tuple
     def forward(
@@ -172,6 +181,7 @@ class MGKForSeq2SeqLM(MGKPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: int | Tensor | None = None,
+        decoder_cu_seq_lens_q: Tensor | None = None,
         **kwargs: Unpack[ForwardOptions],
     ) -> Seq2SeqLMOutput:
         """Logits ``[B, Nt, V]``, and the loss where ``labels [B, Nt]`` are given.
@@ -182,12 +192,13 @@ class MGKForSeq2SeqLM(MGKPreTrainedModel, GenerationMixin):
         if labels is not None:
             use_cache = False
             if decoder_input_ids is None and decoder_inputs_embeds is None:
-                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+                decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels, decoder_cu_seq_lens_q)
         outputs = self.model(
             input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids,
             decoder_attention_mask=decoder_attention_mask, encoder_outputs=encoder_outputs,
             past_key_values=past_key_values, inputs_embeds=inputs_embeds, decoder_inputs_embeds=decoder_inputs_embeds,
-            decoder_position_ids=decoder_position_ids, use_cache=use_cache, **kwargs,
+            decoder_position_ids=decoder_position_ids, use_cache=use_cache,
+            decoder_cu_seq_lens_q=decoder_cu_seq_lens_q, **kwargs,
         )  # fmt: skip
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
@@ -203,6 +214,15 @@ class MGKForSeq2SeqLM(MGKPreTrainedModel, GenerationMixin):
             encoder_hidden_states=outputs.encoder_hidden_states,
             encoder_attentions=outputs.encoder_attentions,
         )
+
+
+def one_later(labels: Tensor, start: int, pad: int, cu_seq_lens: Tensor | None = None) -> Tensor:
+    """``labels [B, N]`` one position late, behind a ``start`` token, with ``pad`` where a label does not count; packed
+    labels ``[1, T]`` behind one for each sequence."""
+    late = F.pad(labels[..., :-1], (1, 0), value=start)
+    if cu_seq_lens is not None:
+        late = late.masked_fill(packed_positions(cu_seq_lens, labels.shape[-1]) == 0, start)
+    return late.masked_fill(late == IGNORED, pad)
 
 
 def _as_encoder_decoder(config: MGKConfig) -> MGKConfig:

@@ -29,6 +29,8 @@ class Visibility(NamedTuple):
     """How many of the keys that come out of the cache are used, from the first on; ``None``: all."""
     cu_seqlens: Tensor | None = None
     """int32 ``[S + 1]``: where sequences packed into one row begin, and where the last one ends"""
+    cu_seqlens_k: Tensor | None = None
+    """the same of the keys, where they are not those of the queries"""
 
 
 def past_length(cache: Cache | None) -> int | Tensor:
@@ -105,16 +107,24 @@ def self_visibility(
 
 
 def packed_visibility(
-    cu_seqlens: Tensor, tokens: Tensor, attention_mask: Tensor | None, cache: Cache | None, is_causal: bool
+    name: str,
+    cu_seqlens: Tensor,
+    tokens: Tensor,
+    attention_mask: Tensor | None,
+    cache: Cache | None,
+    is_causal: bool,
 ) -> Visibility:
-    """Sequences packed into one row of ``tokens [1, T, d]``, which do not see each other."""
+    """Sequences packed into one row of ``tokens [1, T, d]``, which do not see each other.
+
+    ``name`` is what the user calls the boundaries.
+    """
     if len(tokens) != 1:
-        raise ValueError(f"packed sequences must lie in one row, got {len(tokens)} rows beside cu_seq_lens_q")
-    check_boundaries("cu_seq_lens_q", cu_seqlens, tokens[0])
+        raise ValueError(f"packed sequences must lie in one row, got {len(tokens)} rows beside {name}")
+    check_boundaries(name, cu_seqlens, tokens[0])
     if attention_mask is not None:
-        raise ValueError("packed sequences have no padding, got attention_mask beside cu_seq_lens_q")
+        raise ValueError(f"packed sequences have no padding, got an attention mask beside {name}")
     if cache is not None:
-        raise ValueError("packed sequences cannot be cached, got past_key_values or use_cache beside cu_seq_lens_q")
+        raise ValueError(f"packed sequences cannot be cached, got past_key_values or use_cache beside {name}")
     return Visibility(is_causal=is_causal, cu_seqlens=cu_seqlens)
 
 

@@ -35,8 +35,8 @@ class DataConfig:
     pad_to: int | None = None
     """Pad every sequence to this length instead, as the published code does; the result is the same, only slower."""
     pack: bool | None = None
-    """Put labelled sequences one after the other instead of padding them; ``None``: no. The result is the same, only
-    faster where the fused kernels take them: on a GPU in half precision."""
+    """Put the sequences of a batch one after the other instead of padding them; ``None``: no. The result is the same,
+    only faster where the fused kernels take them and lengths differ much: on a GPU in half precision."""
     multiple_of: int | None = None
     """Round the longest up to a multiple of this, or the tokens of a packed batch; ``None``: on a GPU, where shapes are
     compiled and recorded, 64, or 8 for sentences, or 1024 packed; 1 elsewhere."""
@@ -216,8 +216,8 @@ class RunConfig:
             )
         if self.data.pad_to is not None and self.task in ("language", "translation"):
             raise ValueError(f"data.pad_to must be left out for {self.task}, got {self.data.pad_to}")
-        if self.data.pack and self.task in ("language", "translation"):
-            raise ValueError(f"data.pack must be false or left out for {self.task}, got true")
+        if self.data.pack and self.task == "language":
+            raise ValueError("data.pack must be false or left out for language, whose rows are full, got true")
         if not self.data.by_length and self.task == "translation":
             raise ValueError("data.by_length must be true for translation, got false")
         if self.training.label_smoothing > 0 and self.task != "translation":

@@ -34,6 +34,7 @@ from mgk.models import (
     fingerprint,
 )
 from mgk.models.loss import IGNORED
+from mgk.models.seq2seq import one_later
 from mgk.training.configuration import RunConfig
 
 
@@ -64,8 +65,10 @@ class Share:
         """The same of training batches, or what the tokens of a packed one are rounded up to."""
         if config.data.multiple_of is not None or not config.data.pack:
             return self.multiple_of(config)
+        if self.device.type != "cuda":
+            return 1
         # Few shapes to record, and little to fill up.
-        return min(1024, config.data.longest) if self.device.type == "cuda" else 1
+        return 256 if config.task == "translation" else min(1024, config.data.longest)
 
 
 def choose_precision(name: str, device: torch.device) -> torch.dtype | None:
@@ -276,22 +279,19 @@ class Translation:
         source, target = self._sides("train")
         return Translations(
             source=source, target=target, max_tokens=micro_batch(self.config, share.ranks), seed=self.config.seed,
-            multiple_of=share.multiple_of(self.config), rank=share.rank, ranks=share.ranks,
+            multiple_of=share.training_multiple_of(self.config), pack=bool(self.config.data.pack), rank=share.rank,
+            ranks=share.ranks,
         )  # fmt: skip
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor], num_targets: Tensor) -> Tensor:
         smoothing = self.config.training.label_smoothing
         if smoothing == 0:
             return model(**batch, num_items_in_batch=num_targets).loss
-        labels = batch["labels"]
         # Without labels, for which the model would compute a loss of its own.
-        late = F.pad(labels[:, :-1], (1, 0), value=translation.EOS)
-        logits = model(
-            input_ids=batch["input_ids"],
-            attention_mask=batch["attention_mask"],
-            decoder_input_ids=late.masked_fill(late == IGNORED, translation.PAD),
-            use_cache=False,
-        ).logits.float()
+        inputs = dict(batch)
+        labels = inputs.pop("labels")
+        late = one_later(labels, translation.EOS, translation.PAD, batch.get("decoder_cu_seq_lens_q"))
+        logits = model(**inputs, decoder_input_ids=late, use_cache=False).logits.float()
         total = F.cross_entropy(
             logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing
         )
@@ -301,7 +301,7 @@ class Translation:
         return int((batch["labels"] != IGNORED).sum())
 
     def count_tokens(self, batch: Mapping[str, Tensor]) -> int:
-        return int(batch["attention_mask"].sum()) + self.count_targets(batch)
+        return int((batch["input_ids"] != translation.PAD).sum()) + self.count_targets(batch)
 
     def evaluate(self, model: nn.Module, split: str, share: Share, progress: Progress) -> dict[str, float]:
         assert isinstance(model, MGKForSeq2SeqLM)
