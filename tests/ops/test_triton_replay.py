@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mgk.ops.triton import launch, operator, replay, tuning
+from mgk.ops.triton import call, launch, operator, replay, tuning
 
 
 class Compiled:
@@ -186,7 +186,7 @@ def test_replayed_is_anew(kind, log, held):
 def test_the_flag_of_wide_heads_is_cleared(log):
     tensors, options = make("smgk")
     forward(tensors, options)
-    layout = operator.TermsLayout(*tensors[:2], *tensors[3:], None, None, True, False)
+    layout = call.TermsLayout(*tensors[:2], *tensors[3:], None, None, True, False)
     sizes = layout.sizes()
     at = sum(sizes[name] for name in ("row", "alpha", "column", "rho", "origin"))
     poisoned = torch.empty_strided

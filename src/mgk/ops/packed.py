@@ -252,9 +252,9 @@ class _Placed(NamedTuple):
 
 
 def _place(problem: MixtureProblem, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> _Placed:
-    from mgk.ops.triton import operator
+    from mgk.ops.triton import call
 
-    padding = operator.PADDING
+    padding = call.PADDING
     queries = _lay_out(cu_seqlens_q, problem.query.shape[2], padding)
     keys = _lay_out(cu_seqlens_k, problem.key.shape[3], padding)
     # Of places, not of tokens: the last query of a sequence sees its last key.

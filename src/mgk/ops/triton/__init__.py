@@ -13,8 +13,9 @@ from torch import Tensor
 
 from mgk.ops.autograd import with_zero_gradients
 from mgk.ops.problem import MixtureProblem
+from mgk.ops.triton.call import scales_of
 from mgk.ops.triton.generation import attend_in_step, is_step
-from mgk.ops.triton.operator import attend, fused_responsibilities, scales_of
+from mgk.ops.triton.operator import attend, fused_responsibilities
 from mgk.ops.triton.tuning import is_interpreted
 
 __all__ = ["attend_in_step", "attention", "is_step", "log_normaliser", "responsibility_sums", "unsupported"]

@@ -10,20 +10,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mgk.ops.problem import MixtureProblem
 from mgk.ops.triton import decode, tuning
+from mgk.ops.triton.call import LOG2_E, PROGRAMS, SMALL, scales_of
 from mgk.ops.triton.launch import launch
-from mgk.ops.triton.operator import (
-    LOG2_E,
-    PROGRAMS,
-    SMALL,
-    aligned,
-    block_width,
-    count_blocks,
-    descriptor,
-    is_unwatched,
-    on_device,
-    scales_of,
-    visible_pairs,
-)
+from mgk.ops.triton.layout import aligned, block_width, count_blocks, descriptor, on_device
+from mgk.ops.triton.operator import is_unwatched, visible_pairs
 
 FEW_QUERIES = 16
 # Queries times the heads that share a key: rows of a block.

@@ -38,7 +38,7 @@ def load_rows(
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The same without a descriptor, for kernels that are small or rarely run: a descriptor costs the host time."""
-    # Rows start at multiples of 16 bytes: `operator.aligned` has seen to it, and this tells the compiler. (The stride
+    # Rows start at multiples of 16 bytes: `layout.aligned` has seen to it, and this tells the compiler. (The stride
     # of an axis of length one may be anything, times zero.)
     STEP: tl.constexpr = 128 // p_tensor.dtype.element_ty.primitive_bitwidth
     stride_batch = stride_batch // STEP * STEP

@@ -1,0 +1,258 @@
+"""One call, prepared for the kernels: row and column terms, masks, random numbers, options."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mgk.ops.problem import MixtureProblem
+from mgk.ops.triton import preparation, tuning
+from mgk.ops.triton.launch import launch
+from mgk.ops.triton.layout import aligned, block_width, count_blocks
+
+LOG2_E = math.log2(math.e)
+# Lengths of padded terms are a multiple of every block size, so that no load needs a mask.
+PADDING = 128
+# A small kernel works on this many numbers.
+BLOCK = 1024
+SMALL = tuning.Tile(0, 0, 2, 1)
+# As many programs as keep a large GPU busy.
+PROGRAMS = 264
+# Blocks of terms that one program makes.
+MOST_BLOCKS_TOGETHER = 4
+
+
+class Limits(NamedTuple):
+    """What a row of the fast path may hold in a number format before it is attended again exactly."""
+
+    ratio: float
+    """log2 of how far two components may lie apart"""
+    lowest_sum: float
+    highest_sum: float
+    margin: float
+    """log2 of the room above the first block's largest weight"""
+    level: float
+    """log2 of the largest level that columns may hold without losing digits that count"""
+
+
+# fp16 weights overflow at 2^16 and lose digits below 2^-14; the others have the exponents of fp32.
+LIMITS = {
+    torch.float32: Limits(40.0, 2.0**-60, 2.0**60, 0.0, 64.0),
+    torch.bfloat16: Limits(40.0, 2.0**-60, 2.0**60, 0.0, 4096.0),
+    torch.float16: Limits(14.0, 2.0**-8, 2.0**15, 4.0, 0.0),
+}
+
+
+class TermsLayout:
+    """Which row and column terms a call has, and how much room they take: known from shapes alone."""
+
+    def __init__(
+        self, query: Tensor, key: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
+        key_mask: Tensor | None, gaussian: bool, hard: bool,
+    ) -> None:  # fmt: skip
+        self.batch, self.heads, self.queries, self.width = query.shape
+        self.kv_heads, self.keys = key.shape[1], key.shape[3]
+        self.components = key.shape[2] if shift is None else shift.shape[1]
+        self.padding = PADDING
+        self.padded_queries = (self.queries + PADDING - 1) // PADDING * PADDING
+        self.padded_keys = (self.keys + PADDING - 1) // PADDING * PADDING
+        # Two shifted keys of one variance: one product, and softly one exponential.
+        self.paired = shift is not None and self.components == 2 and scales is None
+        self.factored = self.paired and not hard
+        self.has_norm = gaussian and scales is not None and self.components > 1
+        self.has_row = shift is not None or self.has_norm
+        # Keys beyond the end are switched off by their column.
+        self.has_column = (
+            gaussian or log_prior is not None or key_mask is not None or self.paired or self.keys % PADDING != 0
+        )
+        # Only half precision: in fp32 the data has been centred.
+        self.has_origin = shift is not None and gaussian and query.dtype != torch.float32
+        self.block_d = block_width(self.width)
+        # Two projected keys of one variance are copied and multiplied side by side.
+        self.joined = shift is None and self.components == 2 and scales is None
+        is_plain = self.paired or self.joined or (self.components == 1 and not self.has_row)
+        self.has_level = gaussian and scales is None and is_plain and query.dtype != torch.float16
+
+    def sizes(self) -> dict[str, int]:
+        """Numbers in each part of the buffer."""
+        rows, kv_heads = self.batch * self.heads * self.padded_queries, self.batch * self.kv_heads
+        return {
+            "row": rows * self.components if self.has_row else 0,
+            "alpha": rows if self.paired else 0,
+            "column": kv_heads * self.components * self.padded_keys if self.has_column else 0,
+            "rho": kv_heads * self.padded_keys if self.paired else 0,
+            "origin": kv_heads * self.block_d if self.has_origin else 0,
+            "wide": kv_heads if self.factored else 0,
+            "level": kv_heads if self.has_level else 0,
+        }
+
+
+class Call(TermsLayout):
+    """One call, prepared for the kernels: aligned tensors, row and column terms, masks, random numbers, options."""
+
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor | None, shift: Tensor | None, log_prior: Tensor | None,
+        scales: Tensor | None, attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None,
+        seed: Tensor | None, query_spans: Tensor | None, key_spans: Tensor | None, scale: float, gaussian: bool,
+        is_causal: bool, hard: bool, dropout_p: float, saved: Tensor | None = None, pairs_are_left: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(query, key, shift, log_prior, scales, key_mask, gaussian, hard)
+        self.query, self.key = aligned(query), aligned(key.flatten(1, 2))
+        self.value = None if value is None else aligned(value)
+        self.dtype, self.device = query.dtype, query.device
+        self.limits = LIMITS[query.dtype]
+        self.scale = scale * LOG2_E
+        self.scales = None if scales is None else (scales.float() * LOG2_E).contiguous()
+        self.shift = None if shift is None else shift.float().contiguous()
+        self.log_prior, self.attn_mask, self.seed, self.gaussian = log_prior, attn_mask, seed, gaussian
+
+        shared = shift is not None or self.components == 1
+        self.key_range = self.query_range = None
+        # Packed sequences have spans instead, each its own.
+        if query_spans is None and (key_mask is not None or query_mask is not None):
+            self.key_range = valid_range(key_mask, self.batch, self.keys, query)
+            self.query_range = valid_range(query_mask, self.batch, self.queries, query)
+        self.row_key = self.column_key = None
+        if seed is not None:
+            self.row_key = self._random_keys(self.batch * self.heads * self.padded_queries, 0)
+            self.column_key = self._random_keys(self.padded_keys, 1)
+        self.options: dict[str, Any] = {
+            "M": self.components,
+            "SHARED": shared,
+            "HARD": hard,
+            "HAS_ROW": self.has_row,
+            "HAS_COLUMN": self.has_column,
+            "EQUAL": scales is None,
+            "CAUSAL": is_causal,
+            "HAS_MASK": attn_mask is not None,
+            "HAS_RANGE": self.key_range is not None,
+            "PACKED": query_spans is not None,
+            "HAS_LEVEL": self.has_level,
+            "DROPOUT": seed is not None,
+            "PRECISION": "ieee",
+        }
+        self.threshold, self.keep_scale = round(dropout_p * 2**32), 1.0 / (1.0 - dropout_p)
+        self.mask_strides: tuple[int, ...] = (0, 0, 0, 0)
+        if attn_mask is not None:
+            sizes = zip(attn_mask.shape, attn_mask.stride(), strict=True)
+            self.mask_strides = tuple(0 if size == 1 else stride for size, stride in sizes)
+        self._lay_out_terms(saved)
+        if saved is None:
+            self._prepare_terms(key_mask, not (pairs_are_left and self.paired))
+
+    def _lay_out_terms(self, saved: Tensor | None) -> None:
+        """Name the parts of the one buffer that holds all terms, or ``saved``, which a forward pass has filled."""
+        sizes = self.sizes()
+        self.terms = self.new(sum(sizes.values())) if saved is None else saved
+        parts = dict(zip(sizes, self.terms.split(list(sizes.values())), strict=True))
+        self.row, self.alpha, self.column, self.rho, self.origin, self.wide, self.level = (
+            part if part.numel() else None for part in parts.values()
+        )
+
+    def _prepare_terms(self, key_mask: Tensor | None, makes_rows: bool) -> None:
+        if not (self.has_row or self.has_column):
+            return
+        if self.wide is not None:
+            self.wide.zero_()
+        rows = rows_of_small_kernels(self.block_d * (1 if self.options["SHARED"] else self.components))
+        row_blocks = self.padded_queries // rows if self.has_row and makes_rows else 0
+        column_blocks = self.padded_keys // rows if self.has_column else 0
+        total = self.batch * (self.heads * row_blocks + self.kv_heads * column_blocks)
+        enough = 2 if tuning.is_interpreted() else 4 * PROGRAMS
+        together = max(1, min(total // enough, MOST_BLOCKS_TOGETHER))
+        row_programs = self.batch * self.heads * count_blocks(row_blocks, together)
+        column_programs = self.batch * self.kv_heads * count_blocks(column_blocks, together)
+        prior, prior_strides = self.log_prior, (0, 0, 0)
+        if prior is not None:
+            prior_strides = (prior.stride(0), prior.stride(1), prior.stride(2) if prior.shape[2] > 1 else 0)
+        launch(
+            preparation.logit_terms,
+            row_programs + column_programs,
+            (
+                self.query, self.key, self.shift, prior, self.scales, self.origin,
+                None if key_mask is None else key_mask.contiguous(), self.query_range, self.key_range, self.row,
+                self.alpha, self.column, self.rho, self.wide, self.level, *self.query.stride()[:3],
+                *self.key.stride()[:3],
+                *prior_strides, self.scale, self.limits.ratio, self.limits.level, self.heads,
+                self.heads // self.kv_heads, self.queries,
+                self.keys, self.padded_queries, self.padded_keys, row_programs, together, self.width,
+            ),
+            {
+                "M": self.components,
+                "SHARED": self.options["SHARED"],
+                "PAIRED": self.paired,
+                "HARD": self.options["HARD"],
+                "GAUSSIAN": self.gaussian,
+                "HAS_SHIFT": self.shift is not None,
+                "HAS_PRIOR": prior is not None,
+                "HAS_NORM": self.has_norm,
+                "HAS_ORIGIN": self.origin is not None,
+                "HAS_KEY_MASK": key_mask is not None,
+                "HAS_RANGE": self.key_range is not None,
+                "HAS_LEVEL": self.has_level,
+                "HAS_ROW": self.has_row,
+                "HAS_COLUMN": self.has_column,
+                "EQUAL": self.scales is None,
+                "BLOCK": rows,
+                "D": self.block_d,
+            },
+            SMALL,
+        )  # fmt: skip
+
+    def new(self, *shape: int) -> Tensor:
+        return self.query.new_empty(shape, dtype=torch.float32)
+
+    def _random_keys(self, count: int, stream: int) -> Tensor:
+        keys = torch.empty(count, dtype=torch.int32, device=self.device)
+        arguments = (self.seed, keys, count, stream)
+        launch(preparation.random_keys, count_blocks(count, BLOCK), arguments, {"BLOCK": BLOCK}, SMALL)
+        return keys
+
+    def tile(self, name: str) -> tuning.Tile:
+        """Of the kernel called ``name``."""
+        return tuning.choose_tile(self.kernel(name), self.device)
+
+    def kernel(self, name: str) -> tuning.Kernel:
+        """What this call's tile is chosen by."""
+        width = block_width(max(self.width, 0 if self.value is None else self.value.shape[-1]))
+        kind = "pair" if self.paired else "one" if self.options["SHARED"] else "several"
+        if self.options["HARD"] and kind != "one":
+            kind = f"hard {kind}"
+        return tuning.Kernel(
+            name, width, self.dtype.itemsize, kind, bool(self.options["CAUSAL"]), self.attn_mask is not None,
+            self.has_level,
+        )  # fmt: skip
+
+    def run(self, name: str, run: Any) -> None:
+        """Run a kernel with the tile of the table, or of a trial if one is asked for."""
+        tuning.tune(self.kernel(name), self.device, run)
+        run(self.tile(name))
+
+
+def rows_of_small_kernels(width: int) -> int:
+    """``width``: of all the numbers of a row together."""
+    if tuning.is_interpreted():
+        return 16
+    fitting = max(min(128, 4096 // width), min(32, 8192 // width), 8)
+    return 1 << (fitting.bit_length() - 1)
+
+
+def scales_of(problem: MixtureProblem) -> tuple[float, Tensor | None]:
+    """``1 / variance``: a number for all components, or ``[Hkv, M]``."""
+    if isinstance(problem.variance, float):
+        return 1.0 / problem.variance, None
+    return 1.0, problem.variance.float().reciprocal()
+
+
+def valid_range(mask: Tensor | None, batch: int, length: int, like: Tensor) -> Tensor:
+    """First valid position and one past the last, ``int32 [B, 2]``; ``(0, 0)`` where nothing is valid."""
+    if mask is None:
+        ends = torch.full((batch, 2), length, dtype=torch.int32, device=like.device)
+        ends[:, 0] = 0
+        return ends
+    marks = mask.to(torch.int32)
+    first, last = marks.argmax(-1), length - marks.flip(-1).argmax(-1)
+    return torch.stack([first, last], dim=-1).masked_fill(~mask.any(-1, keepdim=True), 0).to(torch.int32)
