@@ -4,7 +4,12 @@ from typing import TYPE_CHECKING
 
 from mgk.nn import MixtureAttention, build_attention, replace_attention, update_priors
 from mgk.ops import (
+    FeatureMap,
     debug_checks,
+    linear_mixture_attention,
+    linear_mixture_attention_varlen,
+    linear_mixture_step,
+    linear_mixture_weights,
     mixture_attention,
     mixture_attention_varlen,
     mixture_log_density,
@@ -24,12 +29,17 @@ __version__ = "0.1.0"
 _LAZY = ("analysis", "data", "evaluation", "models", "recipes", "training")
 
 __all__ = [
+    "FeatureMap",
     "MixtureAttention",
     "analysis",
     "build_attention",
     "data",
     "debug_checks",
     "evaluation",
+    "linear_mixture_attention",
+    "linear_mixture_attention_varlen",
+    "linear_mixture_step",
+    "linear_mixture_weights",
     "mixture_attention",
     "mixture_attention_varlen",
     "mixture_log_density",

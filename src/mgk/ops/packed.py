@@ -71,19 +71,19 @@ def mixture_attention_varlen(
         ``[Tq, H, Dv]`` in the dtype of ``query``.
     """
     check_choice("backend", backend, BACKENDS)
-    _check_tokens(query, key, value)
+    check_tokens(query, key, value)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     check_boundaries("cu_seqlens_q", cu_seqlens_q, query, "max_seqlen_q", max_seqlen_q)
     check_boundaries("cu_seqlens_k", cu_seqlens_k, key, "max_seqlen_k", max_seqlen_k)
-    _check_number_of_sequences(cu_seqlens_q, cu_seqlens_k)
+    check_number_of_sequences(cu_seqlens_q, cu_seqlens_k)
     options: dict[str, Any] = {
         "shift": shift, "variance": variance, "similarity": similarity, "assignment": assignment,
         "is_causal": is_causal, "dropout_p": dropout_p,
     }  # fmt: skip
     # All tokens as one sequence: what is checked does not care where they end.
     problem = make_problem(
-        _as_batch(query), _as_batch(key), _as_batch(value), log_prior=log_prior, attn_mask=None,
-        key_mask=_with_batch("key_mask", key_mask), query_mask=_with_batch("query_mask", query_mask), **options,
+        as_batch(query), as_batch(key), as_batch(value), log_prior=log_prior, attn_mask=None,
+        key_mask=with_batch("key_mask", key_mask), query_mask=with_batch("query_mask", query_mask), **options,
     )  # fmt: skip
     # The stock kernels, which may be faster on one sequence, would have to be called for each.
     is_fused = is_half_on_gpu(problem) if backend == "auto" else choose_backend(problem, backend) == "triton"
@@ -104,7 +104,7 @@ def _attend_one_by_one(problem: MixtureProblem, cu_seqlens_q: Tensor, cu_seqlens
             similarity=own.similarity, assignment=own.assignment, is_causal=own.is_causal, key_mask=own.key_mask,
             query_mask=own.query_mask, dropout_p=own.dropout_p, backend=backend,
         )
-        for own in _sequences(problem, cu_seqlens_q, cu_seqlens_k)
+        for own in sequences_of(problem, cu_seqlens_q, cu_seqlens_k)
     ]  # fmt: skip
     if not outputs:
         return problem.query.new_zeros(0, problem.query.shape[1], problem.value.shape[-1])
@@ -143,16 +143,16 @@ def mixture_responsibilities_varlen(
     check_choice("backend", backend, STATISTICS_BACKENDS)
     check_choice("reduction", reduction, ("mean", "sum"))
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    _check_tokens(query, key, None)
+    check_tokens(query, key, None)
     check_boundaries("cu_seqlens_q", cu_seqlens_q, query)
     check_boundaries("cu_seqlens_k", cu_seqlens_k, key)
-    _check_number_of_sequences(cu_seqlens_q, cu_seqlens_k)
+    check_number_of_sequences(cu_seqlens_q, cu_seqlens_k)
     options: dict[str, Any] = {
         "shift": shift, "variance": variance, "similarity": similarity, "is_causal": is_causal,
     }  # fmt: skip
     problem = make_problem(
-        _as_batch(query), _as_batch(key), None, log_prior=log_prior, assignment="soft", attn_mask=None,
-        key_mask=_with_batch("key_mask", key_mask), query_mask=_with_batch("query_mask", query_mask), **options,
+        as_batch(query), as_batch(key), None, log_prior=log_prior, assignment="soft", attn_mask=None,
+        key_mask=with_batch("key_mask", key_mask), query_mask=with_batch("query_mask", query_mask), **options,
     )  # fmt: skip
     sums = torch.zeros(problem.key.shape[1], problem.num_components, dtype=problem.compute_dtype, device=query.device)
     if 0 not in problem.query.shape and problem.key.shape[3] > 0:
@@ -162,7 +162,7 @@ def mixture_responsibilities_varlen(
                 placed = _place(problem, cu_seqlens_q, cu_seqlens_k)
                 sums = implementation.responsibility_sums(placed.problem, placed.spans[0])
             else:
-                for own in _sequences(problem, cu_seqlens_q, cu_seqlens_k):
+                for own in sequences_of(problem, cu_seqlens_q, cu_seqlens_k):
                     if 0 not in own.query.shape and own.key.shape[3] > 0:
                         sums = sums + implementation.responsibility_sums(own)
     if reduction == "sum":
@@ -187,7 +187,7 @@ def pairs_within_sequences(
     return (own[:, None] == others[None, :])[None, None]
 
 
-def _sequences(problem: MixtureProblem, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[MixtureProblem]:
+def sequences_of(problem: MixtureProblem, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[MixtureProblem]:
     """One after the other; the device is asked how long they are."""
     if is_traced():
         raise NotImplementedError(
@@ -299,12 +299,12 @@ def _spread(tensor: Tensor, layout: _Layout, dim: int) -> Tensor:
     return room.index_copy(0, layout.places, by_token).movedim(0, dim)
 
 
-def _as_batch(tensor: Tensor) -> Tensor:
+def as_batch(tensor: Tensor) -> Tensor:
     """``[T, H, ..., D]`` as ``[1, H, ..., T, D]``."""
     return tensor.movedim(0, -2)[None]
 
 
-def _with_batch(name: str, mask: Tensor | None) -> Tensor | None:
+def with_batch(name: str, mask: Tensor | None) -> Tensor | None:
     if mask is None or not isinstance(mask, Tensor):
         return mask
     if mask.ndim != 1:
@@ -312,7 +312,7 @@ def _with_batch(name: str, mask: Tensor | None) -> Tensor | None:
     return mask[None]
 
 
-def _check_number_of_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+def check_number_of_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             f"cu_seqlens_k must bound as many sequences as cu_seqlens_q, {len(cu_seqlens_q) - 1}, "
@@ -320,7 +320,7 @@ def _check_number_of_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> No
         )
 
 
-def _check_tokens(query: Tensor, key: Tensor, value: Tensor | None) -> None:
+def check_tokens(query: Tensor, key: Tensor, value: Tensor | None) -> None:
     for name, tensor, dims, shape in (
         ("query", query, (3,), "[Tq, H, D]"),
         ("key", key, (3, 4), "[Tk, Hkv, M, D] or [Tk, Hkv, D]"),

@@ -1,0 +1,128 @@
+"""Feature maps of linear attention: phi, with which ``phi(q) . phi(k)`` stands for ``exp(q . k)``."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mgk.ops.validation import check_choice, may_inspect_values
+
+Map = Callable[[Tensor], Tensor]
+
+
+class FeatureMap(NamedTuple):
+    """What is done to queries and to keys, ``[..., D]`` to ``[..., F]``. Features are never negative."""
+
+    query: Map
+    key: Map
+
+
+def elu(x: Tensor) -> Tensor:
+    """``elu(x) + 1`` (Katharopoulos et al. 2020), without losing what is small to the 1."""
+    return torch.where(x > 0, x + 1.0, x.clamp(max=0.0).exp())
+
+
+def relu(x: Tensor) -> Tensor:
+    """``max(x, 0)``"""
+    return F.relu(x)
+
+
+def dpfp(x: Tensor, nu: int = 3) -> Tensor:
+    """Deterministic parameter-free projection (Schlag et al. 2021): products of neighbouring halves, ``2 * nu * D``."""
+    halves = F.relu(torch.cat([x, -x], dim=-1))
+    return torch.cat([halves * halves.roll(shift, dims=-1) for shift in range(1, nu + 1)], dim=-1)
+
+
+# Exponents of FAVOR+ stay below this, so that no sum of a million features overflows fp32.
+LARGEST_EXPONENT = 60.0
+
+
+def favor(head_dim: int, *, num_features: int | None = None, seed: int = 0) -> FeatureMap:
+    """Positive orthogonal random features (Choromanski et al. 2021), for which ``phi(q) . phi(k)`` is
+    ``exp(q . k / sqrt(D))`` on average.
+
+    Args:
+        head_dim: D.
+        num_features: F; ``None`` is ``D log D``.
+        seed: decides the directions, the same on every device.
+    """
+    count = max(1, round(head_dim * math.log(max(head_dim, 2)))) if num_features is None else num_features
+    if count < 1:
+        raise ValueError(f"num_features must be at least 1, got {count}")
+    directions = _directions(head_dim, count, seed)
+    # The largest exponent that any key can have; a constant for all keys cancels.
+    excess = max(0.0, float(directions.square().sum(-1).max()) / 2 - LARGEST_EXPONENT)
+
+    def exponents(x: Tensor) -> Tensor:
+        x = x * x.shape[-1] ** -0.25
+        return x @ directions.to(x).mT - 0.5 * x.square().sum(-1, keepdim=True)
+
+    def of_query(x: Tensor) -> Tensor:
+        exponent = exponents(x)
+        # A factor of a whole row cancels as well.
+        return (exponent - exponent.detach().amax(-1, keepdim=True)).exp() * count**-0.5
+
+    def of_key(x: Tensor) -> Tensor:
+        return (exponents(x) - excess).exp() * count**-0.5
+
+    return FeatureMap(of_query, of_key)
+
+
+@functools.lru_cache(maxsize=64)
+def _directions(head_dim: int, count: int, seed: int) -> Tensor:
+    """``[F, D]``: orthogonal in blocks of D, as long as normal vectors are."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = []
+    for _ in range(-(-count // head_dim)):
+        normal = torch.randn(head_dim, head_dim, generator=generator, dtype=torch.float64)
+        orthogonal, triangular = torch.linalg.qr(normal)
+        # So that every rotation is as likely as any other.
+        blocks.append((orthogonal * triangular.diagonal().sign()).mT)
+    lengths = torch.randn(count, head_dim, generator=generator, dtype=torch.float64).norm(dim=-1, keepdim=True)
+    return torch.cat(blocks)[:count] * lengths
+
+
+NAMES = ("elu", "relu", "dpfp", "favor")
+
+
+def resolve(feature_map: str | Map | FeatureMap, head_dim: int, normalization: str) -> FeatureMap:
+    """A feature map from its name, from a function for queries and keys alike, or from two."""
+    if isinstance(feature_map, FeatureMap):
+        return feature_map
+    if callable(feature_map):
+        own = _checked(feature_map)
+        return FeatureMap(own, own)
+    if not isinstance(feature_map, str):
+        raise TypeError(f"feature_map must be a name or a function, got {type(feature_map).__name__}")
+    check_choice("feature_map", feature_map, NAMES)
+    if feature_map == "favor":
+        if normalization != "sum":
+            raise ValueError(
+                f"feature_map='favor' needs normalization='sum', since it scales rows, got {normalization!r}"
+            )
+        return favor(head_dim)
+    plain: Map = {"elu": elu, "relu": relu, "dpfp": dpfp}[feature_map]
+    return FeatureMap(plain, plain)
+
+
+def _checked(function: Map) -> Map:
+    """A user's function, whose answers are looked at."""
+
+    def of(x: Tensor) -> Tensor:
+        features = function(x)
+        if not isinstance(features, Tensor) or features.shape[:-1] != x.shape[:-1]:
+            got = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
+            raise ValueError(f"feature_map must give [..., F] for {list(x.shape)}, got {got}")
+        if features.dtype != x.dtype:
+            raise TypeError(f"feature_map must keep the dtype, {x.dtype}, got {features.dtype}")
+        if may_inspect_values(features) and features.numel() and bool((features < 0).any()):
+            raise ValueError(f"feature_map must give numbers that are not negative, got {float(features.min()):g}")
+        return features
+
+    return of
