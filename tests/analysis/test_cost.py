@@ -117,6 +117,19 @@ def test_cached_keys_are_counted():
     assert got == LAYERS * (rows + core) + linear(B, D_MODEL, VOCAB)
 
 
+@pytest.mark.parametrize(("attention", "keys"), [("linear", 1), ("mlk", 2), ("smlk", 1)])
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_linear_attention_counts_states(attention, keys, use_cache):
+    model, inputs = make_model("modern", attention), make_inputs("modern")
+    rows = (
+        linear(B * N, D_MODEL, H * D) * (2 + keys) + linear(B * N, H * D, D_MODEL) + 3 * linear(B * N, D_MODEL, INNER)
+    )
+    core = 2 * (2 * B * H * N) * D * (D + 1)
+    got = forward_flops(model, **inputs, use_cache=use_cache)
+    assert got == LAYERS * (rows + core) + linear(B * N, D_MODEL, VOCAB)
+    assert cache_bytes_per_token(model.config) == 0
+
+
 def test_meta_device_computes_nothing():
     model, inputs = make_model("classifier", "smgk"), make_inputs("classifier")
     expected = forward_flops(model, **inputs)

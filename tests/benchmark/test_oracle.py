@@ -6,9 +6,9 @@ import torch
 
 from mgk.benchmark import eager, oracle
 from mgk.benchmark.inputs import draw
-from mgk.nn.presets import PRESETS
+from mgk.nn.presets import SOFTMAX_PRESETS
 
-every_preset = pytest.mark.parametrize("preset", PRESETS)
+every_preset = pytest.mark.parametrize("preset", SOFTMAX_PRESETS)
 both_masks = pytest.mark.parametrize("is_causal", [False, True])
 
 

@@ -32,7 +32,13 @@ from mgk.models import ARCHITECTURES, MGKConfig, MGKModel, architecture
         ({"hidden_size": 33, "head_dim": 8, "positions": "sinusoidal"}, "needs an even hidden_size, got 33"),
         # names and ranges
         ({"attention": "smkg"}, "got 'smkg' (did you mean 'smgk'?)"),
-        ({"attention": "mlk"}, "'mlk' is linear attention, which this version does not have"),
+        ({"attention": "mlk", "feature_map": "gelu"}, "feature_map must be one of elu, relu, dpfp, favor, got 'gelu'"),
+        ({"attention": "mlk", "learn_variance": True}, "learn_variance must be false with attention='mlk', got true"),
+        (
+            {"attention": "mgk", "feature_map": "elu"},
+            "feature_map and normalization must be left out with attention='mgk'",
+        ),
+        ({"normalization": "length"}, "got None and 'length': they belong to linear, mlk, smlk"),
         ({"hidden_act": "gulu"}, "hidden_act must be an activation that transformers knows, got 'gulu'"),
         ({"positions": "relative"}, "'positions' expected one of"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got 0"),

@@ -22,6 +22,7 @@ from transformers import (
 import mgk
 from mgk.models import MGKConfig, MGKForCausalLM, MGKForSeq2SeqLM, MGKForSequenceClassification, MGKModel
 from mgk.nn import PRESETS
+from mgk.nn.presets import SOFTMAX_PRESETS
 
 CLOSE = {"rtol": 1e-8, "atol": 1e-8}
 
@@ -307,7 +308,7 @@ def test_resizing_the_vocabulary():
         make_model("wikitext").resize_token_embeddings(pad_to_multiple_of=64)
 
 
-@every_preset
+@pytest.mark.parametrize("attention", SOFTMAX_PRESETS)
 def test_packed_sequences_do_not_see_each_other(attention):
     """Positions that start anew mark sequences in one row."""
     model = make_model("modern", attention)

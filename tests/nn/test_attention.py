@@ -10,9 +10,10 @@ import torch
 from cases import relative_error
 
 import mgk
-from mgk.nn import PRESETS, FixedVariance, LearnedVariance, ProjectedKeys, ShiftedKeys
+from mgk.nn import FixedVariance, LearnedVariance, ProjectedKeys, ShiftedKeys
+from mgk.nn.presets import SOFTMAX_PRESETS
 
-PRESET_NAMES = list(PRESETS)
+PRESET_NAMES = list(SOFTMAX_PRESETS)
 
 
 def build(name="mgk", **options):
@@ -224,7 +225,14 @@ BAD = [
     ({"similarity": "rbf"}, "similarity must be one of 'gaussian', 'dot', got 'rbf'"),
     ({"assignment": "x"}, "assignment must be one of 'soft', 'hard', got 'x'"),
     ({"backend": "x"}, "backend must be one of"),
-    ({"feature_map": "elu"}, "feature_map must be None, since this version has no linear attention, got 'elu'"),
+    ({"normalization": "length"}, "normalization must be 'sum' without a feature_map, got 'length'"),
+    ({"feature_map": "elu", "normalization": "mean"}, "normalization must be one of 'sum', 'length', got 'mean'"),
+    ({"feature_map": "gelu"}, "feature_map must be one of 'elu', 'relu', 'dpfp', 'favor', got 'gelu'"),
+    ({"feature_map": "elu", "dropout": 0.1}, "linear attention has no dropout, got that and feature_map='elu'"),
+    ({"feature_map": "elu", "prior": "em"}, "linear attention has no prior='em', got that and feature_map='elu'"),
+    ({"feature_map": "elu", "assignment": "hard"}, "linear attention has no assignment='hard', got that and"),
+    ({"feature_map": "elu", "learn_variance": True}, "linear attention has no learn_variance, got that and"),
+    ({"feature_map": "elu", "backend": "sdpa"}, "backend must be one of 'auto', 'reference', 'chunked', got 'sdpa'"),
     ({"head_dim": None, "num_heads": 5}, "embed_dim must be a multiple of num_heads, or head_dim given, got 24 and 5"),
     ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
     ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
@@ -260,8 +268,6 @@ def test_bad_inputs_are_refused():
 def test_unknown_presets_are_refused():
     with pytest.raises(ValueError, match=r"name must be one of softmax, gaussian, mgk, .*, got 'gmk'"):
         mgk.build_attention("gmk", 24, 4)
-    with pytest.raises(ValueError, match="'mlk' is linear attention, which this version does not have"):
-        mgk.build_attention("mlk", 24, 4)
 
 
 def count(name: str, num_heads: int, **options) -> int:

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from huggingface_hub.errors import StrictDataclassError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,12 +14,11 @@ import mgk
 from mgk.data.kind import check_options
 from mgk.data.registry import KINDS
 from mgk.models import architecture
+from mgk.nn import PRESETS
 from mgk.recipes import Recipe, load, names, parse_row, row_name
-from mgk.recipes.row import ATTENTIONS
 from mgk.training.configuration import to_mapping
 
 LINEAR = [name for name in names() if name.endswith("-linear")]
-BUILDABLE = [name for name in names() if name not in LINEAR]
 
 # Heads of the baseline, of whose half the paper's claim is, and what all rows of the comparison share.
 COMPARISONS = {
@@ -56,7 +54,7 @@ def test_every_recipe_with_a_base_has_its_own_sources_and_those_of_the_base():
     assert len(derived.source) > len(base.source)
 
 
-@pytest.mark.parametrize("name", BUILDABLE)
+@pytest.mark.parametrize("name", names())
 def test_every_row_gives_a_run_and_a_model(name):
     recipe = load(name)
     plain = architecture(recipe.config().model.architecture, **recipe.config().model.changes)
@@ -69,19 +67,8 @@ def test_every_row_gives_a_run_and_a_model(name):
         assert row_name(to_mapping(config)["model"], recipe.values["model"]) == row
 
 
-@pytest.mark.parametrize("name", LINEAR)
-def test_linear_rows_give_a_run_and_are_refused_by_the_models(name):
-    recipe = load(name)
-    for row in recipe.rows:
-        config = recipe.config(row)
-        with pytest.raises(
-            (ValueError, StrictDataclassError), match="linear attention, which this version does not have"
-        ):
-            architecture(config.model.architecture, **config.model.changes)
-
-
 def test_which_recipes_are_comparisons():
-    assert COMPARISONS.keys() == set(BUILDABLE) - {"iwslt14-variances"}
+    assert COMPARISONS.keys() == set(names()) - {*LINEAR, "iwslt14-variances"}
 
 
 @pytest.mark.parametrize("name", COMPARISONS)
@@ -205,7 +192,7 @@ fields = st.dictionaries(
 )
 
 
-@given(st.sampled_from(ATTENTIONS), st.integers(1, 10**6), fields)
+@given(st.sampled_from(list(PRESETS)), st.integers(1, 10**6), fields)
 def test_any_row_comes_back(attention, heads, options):
     row = {"attention": attention, "num_attention_heads": heads, **options}
     name = row_name(row, {})

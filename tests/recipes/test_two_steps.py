@@ -17,8 +17,6 @@ from training_cases import ENGLISH, GERMAN, make_trainer, take_steps
 from mgk.recipes import load, names, parse_row
 from mgk.training import Trainer, open_or_prepare
 
-LINEAR = [name for name in names() if name.endswith("-linear")]
-
 # The default row (None) and mixtures; together every kind of row that any recipe has.
 ROWS = {
     "demo": [None, "smgk-4", "gaussian-4"],
@@ -26,8 +24,11 @@ ROWS = {
     "iwslt14": [None, "smgk-2+variance_scale=1,3"],
     "iwslt14-variances": [None, "mgk-2+learn_variance"],
     "lra/listops": [None, "smgk-hard-1", "mgk-em-1"],
+    "lra/listops-linear": [None, "mlk-4"],
     "lra/retrieval": [None, "mgk-hard-1", "softmax-smgk-1"],
+    "lra/retrieval-linear": [None, "smlk-4"],
     "lra/text": [None, "smgk-em-1", "softmax-mgk-1"],
+    "lra/text-linear": [None, "linear-4", "smlk-4"],
     "multi30k": [None, "smgk-2"],
     "peerread": [None, "mgk-4"],
     "tatoeba": [None, "mgk-2", "softmax-2+qk_norm"],
@@ -38,6 +39,7 @@ ROWS = {
         "smgk-8+num_key_value_heads=1",
     ],
     "wikitext103/small": [None, "mgk-4+variance_scale=1,3"],
+    "wikitext103/small-linear": [None, "mlk-4"],
     "wikitext2": [None, "smgk-4"],
     "wmt14": [None, "mgk-8+variance_scale=1,3"],
 }  # fmt: skip
@@ -129,6 +131,9 @@ def write_sources(folder):
                 (folder / name / f"{split}.{side}").write_text(text[side])
 
 
+CHANGES |= {name: CHANGES[name.removesuffix("-linear")] for name in ROWS if name.endswith("-linear")}
+
+
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
     """The corpus that a configuration asks for, prepared as ``mgk train`` would."""
@@ -154,7 +159,7 @@ def kind(row):
 
 
 def test_every_recipe_and_every_kind_of_row_is_here():
-    assert ROWS.keys() == CHANGES.keys() == set(names()) - set(LINEAR)
+    assert ROWS.keys() == CHANGES.keys() == set(names())
     for name, rows in ROWS.items():
         assert rows[0] is None
         assert set(rows[1:]) <= set(load(name).rows)
@@ -227,12 +232,3 @@ def check_optimizer(trainer, values):
     for key, parameter in trainer.model.named_parameters():
         is_mixture = key.endswith(("keys.shift", "prior.logits", "log_variance"))
         assert (id(parameter) in without) is (is_mixture or parameter.ndim < 2), key
-
-
-@pytest.mark.parametrize("name", LINEAR)
-def test_linear_rows_are_refused_before_anything_is_trained(corpora, tmp_path, name):
-    recipe, base = load(name), name.removesuffix("-linear")
-    for row in recipe.rows:
-        with pytest.raises(ValueError, match="linear attention, which this version does not have"):
-            make_trainer(recipe.config(row, CHANGES[base]), tmp_path, corpora(base), Trainer)
-    assert list(tmp_path.iterdir()) == []

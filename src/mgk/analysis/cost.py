@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from mgk.evaluation.inference import evaluation_mode
 from mgk.models import AdaptiveSoftmax, MGKConfig
+from mgk.models.attention import MGKAttention
 from mgk.nn import PRESETS, MixtureAttention
+from mgk.ops import FeatureMap
 
 
 def parameters(model: nn.Module) -> int:
@@ -47,6 +49,11 @@ def forward_flops(model: nn.Module, **inputs: Any) -> int:
           k.b_r     2 B G Nk M D       shifted keys under the Gaussian similarity, for |k + b_r|^2
           weight.v  2 B H Nq Nk Dv
 
+      and of linear attention, with F features, whichever way the backend takes::
+
+          state     2 B G Nk F (Dv + 1)
+          out       2 B H Nq F (Dv + 1)
+
     Causal attention counts the full square, as torch's own counter does. Norms, softmax, activations, biases,
     embeddings and rotary positions count nothing; neither do matrix products of modules from elsewhere.
 
@@ -73,7 +80,8 @@ def training_flops(model: nn.Module, **inputs: Any) -> int:
 
 
 def cache_bytes_per_token(config: MGKConfig, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Bytes of keys and values that all layers keep for one token, in ``dtype``.
+    """Bytes of keys and values that all layers keep for one token, in ``dtype``; 0 for linear attention, which keeps a
+    state of constant size instead.
 
     ``layers * kv_heads * (key width + head_dim)`` numbers: the key is ``head_dim`` wide where shifts are added on
     reading, and M times that for projected keys and, with ``qk_norm``, for shifted ones. An encoder keeps nothing after
@@ -83,6 +91,8 @@ def cache_bytes_per_token(config: MGKConfig, dtype: torch.dtype = torch.bfloat16
     assert config.num_key_value_heads is not None
     assert config.head_dim is not None
     preset = PRESETS[config.attention]
+    if preset.feature_map is not None:
+        return 0
     components = preset.num_components if config.num_components is None else config.num_components
     keys = 1 if preset.keys == "shifted" and not config.qk_norm else components
     layers = config.num_hidden_layers
@@ -133,14 +143,35 @@ class _Counter:
 
         @functools.wraps(attend)
         def counted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-            self.total += _attention_flops(q, k, v, options["shift"], module.similarity)
+            if module.feature_map is not None:
+                self.total += _linear_attention_flops(q, v, module.feature_map)
+            else:
+                self.total += _attention_flops(q, k, v, options["shift"], module.similarity)
             return attend(q, k, v, **options)
 
         module.attend = counted  # type: ignore[method-assign]
-        try:
+        with ExitStack() as stack:
+            stack.callback(delattr, module, "attend")
+            if isinstance(module, MGKAttention) and module.feature_map is not None:
+                # With a cache linear attention goes on from a state.
+                go_on = module.attend_to_state
+
+                @functools.wraps(go_on)
+                def counted_step(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor | None]:
+                    assert module.feature_map is not None
+                    self.total += _linear_attention_flops(q, v, module.feature_map)
+                    return go_on(q, k, v, *args)
+
+                module.attend_to_state = counted_step  # type: ignore[method-assign]
+                stack.callback(delattr, module, "attend_to_state")
             yield
-        finally:
-            del module.attend
+
+
+def _linear_attention_flops(q: Tensor, v: Tensor, feature_map: FeatureMap) -> int:
+    """q ``[B, H, Nq, D]``, v ``[B, G, Nk, Dv]``."""
+    features = feature_map.key(q.new_zeros(1, q.shape[-1], dtype=torch.float32)).shape[-1]
+    tokens = q.shape[:3].numel() + v.shape[:3].numel()
+    return 2 * tokens * features * (v.shape[-1] + 1)
 
 
 def _attention_flops(q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, similarity: str) -> int:

@@ -13,7 +13,7 @@ from mgk.benchmark.generation import Setting
 from mgk.benchmark.shape import Shape
 from mgk.benchmark.sweep import lengths
 from mgk.benchmark.timing import Effort
-from mgk.nn.presets import LINEAR_PRESETS, PRESETS
+from mgk.nn.presets import LINEAR_PRESETS, SOFTMAX_PRESETS
 from mgk.ops.attention import BACKENDS
 
 # Every kind of call there is: as calls, the EM variants are the learned ones, and softmax-smgk is softmax.
@@ -157,6 +157,7 @@ def check_presets(names: Sequence[str]) -> None:
     """Refuse what is no preset of the benchmark."""
     for name in names:
         if name in LINEAR_PRESETS:
-            raise ValueError(f"--preset must not be linear attention, got {name!r}: use one of {', '.join(PRESETS)}")
-        if name not in PRESETS:
-            raise ValueError(f"--preset must be one of {', '.join(PRESETS)}, got {name!r}")
+            usable = ", ".join(SOFTMAX_PRESETS)
+            raise ValueError(f"--preset must not be linear attention, got {name!r}: use one of {usable}")
+        if name not in SOFTMAX_PRESETS:
+            raise ValueError(f"--preset must be one of {', '.join(SOFTMAX_PRESETS)}, got {name!r}")

@@ -9,9 +9,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from mgk.models.configuration import MGKConfig
+from mgk.models.linear_state import linear_state
 from mgk.models.positions import Rotation
 from mgk.models.visibility import Visibility
 from mgk.nn import PRESETS, MixtureAttention
+from mgk.ops import linear_mixture_step, linear_mixture_weights
 
 # transformers' names of attention implementations, and the backends they mean. `auto` takes the stock kernels of `sdpa`
 # wherever they can do what was asked, and blocks of plain torch otherwise.
@@ -31,10 +33,14 @@ class MGKAttention(MixtureAttention):
         options: dict[str, Any] = asdict(PRESETS[config.attention])
         if config.num_components is not None:
             options["num_components"] = config.num_components
+        is_linear = options["feature_map"] is not None
+        if config.feature_map is not None:
+            options["feature_map"] = config.feature_map
         super().__init__(
             config.hidden_size, config.num_attention_heads, head_dim=config.head_dim,
             num_kv_heads=config.num_key_value_heads, qk_norm=config.qk_norm, bias=config.attention_bias,
-            dropout=config.attention_dropout, learn_variance=config.learn_variance,
+            dropout=0.0 if is_linear else config.attention_dropout, normalization=config.normalization,
+            learn_variance=config.learn_variance,
             variance_scale=config.variance_scale, shift_init_std=config.shift_init_std, is_causal=is_causal,
             prior_momentum=config.prior_momentum, **options,
         )  # fmt: skip
@@ -67,6 +73,8 @@ class MGKAttention(MixtureAttention):
         """
         # Read at every call: `model.set_attn_implementation` may change it.
         self.backend = BACKENDS[self.config._attn_implementation or "sdpa"]
+        if self.feature_map is not None and self.backend == "triton":
+            raise ValueError("attn_implementation must be 'sdpa' or 'eager' for linear attention, got 'triton'")
         query = self.project_query(hidden_states)
         if rotation is not None:
             query = rotation(query)
@@ -76,6 +84,13 @@ class MGKAttention(MixtureAttention):
             keys, value = self._new_keys(hidden_states, rotation)
             if isinstance(cache, EncoderDecoderCache):
                 cache = cache.self_attention_cache
+            if self.feature_map is not None and visibility.is_pairwise:
+                raise ValueError(
+                    "linear attention cannot hide single pairs, got an attention_mask with 4 axes or positions that "
+                    "start anew: give cu_seq_lens_q for packed sequences"
+                )
+            if self.feature_map is not None and cache is not None:
+                return self.attend_to_state(query, keys, value, visibility, cache, output_attentions)
             if cache is not None:
                 keys, value = cache.update(keys, value, self.layer_idx)
                 # A static cache gives all its slots.
@@ -86,6 +101,31 @@ class MGKAttention(MixtureAttention):
             is_causal=visibility.is_causal, is_self_attention=not self.is_cross, need_weights=output_attentions,
             cu_seqlens=visibility.cu_seqlens, cu_seqlens_k=visibility.cu_seqlens_k,
         )  # fmt: skip
+
+    def attend_to_state(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        value: Tensor,
+        visibility: Visibility,
+        cache: Cache,
+        output_attentions: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Of all tokens before these the cache holds one state, of a size that does not grow."""
+        if self.normalization != "sum":
+            raise ValueError(f"normalization must be 'sum' where a cache is filled, got {self.normalization!r}")
+        held = linear_state(cache, self.layer_idx)
+        if output_attentions and held.state is not None:
+            raise ValueError("linear attention keeps no keys to show weights of, got output_attentions and a past")
+        keys = self._unpack(keys)
+        options: dict[str, Any] = {
+            "shift": self.keys.shift if self._adds_shifts_late else None, "log_prior": self.prior(),
+            "feature_map": self.feature_map, "is_causal": True, "key_mask": visibility.token_mask,
+        }  # fmt: skip
+        out, state = linear_mixture_step(query, keys, value, state=held.state, backend=self.backend, **options)
+        held.take(state, query.shape[2])
+        weights = linear_mixture_weights(query, keys, **options) if output_attentions else None
+        return self.out_proj(out.transpose(1, 2).flatten(2)), weights
 
     def _new_keys(self, hidden_states: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
         """Keys and values as the cache holds them."""

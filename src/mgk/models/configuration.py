@@ -13,7 +13,8 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from mgk.nn.presets import LINEAR_PRESETS, PRESETS
+from mgk.nn.presets import LINEAR_PRESETS, PRESETS, SOFTMAX_PRESETS
+from mgk.ops.feature_maps import NAMES as FEATURE_MAPS
 
 # Keys that transformers reads, or once wrote, without a field for them. They pass through to PreTrainedConfig.
 KEYS_OF_TRANSFORMERS = {
@@ -57,6 +58,12 @@ class MGKConfig(PreTrainedConfig):
     when :func:`mgk.update_priors` is called, after each optimiser step."""
     num_components: int | None = None
     """Keys per position; ``None`` is what the preset says."""
+    feature_map: str | None = None
+    """Of linear attention (``linear``, ``mlk``, ``smlk``): ``elu``, ``relu``, ``dpfp`` or ``favor``; ``None`` is what
+    the preset says. Linear attention has no attention dropout: it never forms the weights that would be dropped."""
+    normalization: Literal["sum", "length"] = "sum"
+    """Of linear attention: by the sum of the weights, or by the square root of the number of keys, as the paper's Long
+    Range Arena does it."""
     qk_norm: bool = False
     """Normalise queries and keys before the similarity."""
     learn_variance: bool = False
@@ -196,15 +203,25 @@ class MGKConfig(PreTrainedConfig):
 
     def validate_architecture(self) -> None:
         """Called by transformers after construction."""
-        if self.attention in LINEAR_PRESETS:
-            raise ValueError(
-                f"attention={self.attention!r} is linear attention, which this version does not have: "
-                f"use one of {', '.join(PRESETS)}"
-            )
         if self.attention not in PRESETS:
-            nearest = difflib.get_close_matches(self.attention, PRESETS, n=1)
+            # The first family has more members, and more that are mistyped.
+            nearest = [
+                match
+                for family in (SOFTMAX_PRESETS, LINEAR_PRESETS)
+                for match in difflib.get_close_matches(self.attention, family, n=1)
+            ]
             hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
             raise ValueError(f"attention must be one of {', '.join(PRESETS)}, got {self.attention!r}{hint}")
+        if self.attention in LINEAR_PRESETS:
+            if self.feature_map is not None and self.feature_map not in FEATURE_MAPS:
+                raise ValueError(f"feature_map must be one of {', '.join(FEATURE_MAPS)}, got {self.feature_map!r}")
+            if self.learn_variance:
+                raise ValueError(f"learn_variance must be false with attention={self.attention!r}, got true")
+        elif self.feature_map is not None or self.normalization != "sum":
+            raise ValueError(
+                f"feature_map and normalization must be left out with attention={self.attention!r}, "
+                f"got {self.feature_map!r} and {self.normalization!r}: they belong to {', '.join(LINEAR_PRESETS)}"
+            )
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"hidden_act must be an activation that transformers knows, got {self.hidden_act!r}")
         for name in (

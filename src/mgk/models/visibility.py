@@ -31,6 +31,10 @@ class Visibility(NamedTuple):
     """int32 ``[S + 1]``: where sequences packed into one row begin, and where the last one ends"""
     cu_seqlens_k: Tensor | None = None
     """the same of the keys, where they are not those of the queries"""
+    token_mask: Tensor | None = None
+    """bool ``[B, Nq]``: which of the new tokens are no padding, for whoever keeps no old ones"""
+    is_pairwise: bool = False
+    """whether :attr:`attn_mask` says more than causality and padding do"""
 
 
 def past_length(cache: Cache | None) -> int | Tensor:
@@ -96,14 +100,16 @@ def self_visibility(
 
     num_keys = past + num_queries
     if attention_mask is not None and attention_mask.ndim == 4:
-        return Visibility(attn_mask=pair_mask(attention_mask, num_queries, num_keys), length=num_keys)
+        pairs = pair_mask(attention_mask, num_queries, num_keys)
+        return Visibility(attn_mask=pairs, length=num_keys, is_pairwise=True)
     if attention_mask is None and position_ids is not None and past == 0:
         same_sequence = _packed_pairs(position_ids)
         if same_sequence is not None:
-            return Visibility(attn_mask=same_sequence, is_causal=is_causal, length=num_keys)
+            return Visibility(attn_mask=same_sequence, is_causal=is_causal, length=num_keys, is_pairwise=True)
     key_mask = padding_mask("attention_mask", attention_mask, (batch_size, num_keys))
     query_mask = key_mask if past == 0 else None
-    return Visibility(key_mask, query_mask, None, is_causal, num_keys)
+    token_mask = None if key_mask is None else key_mask[:, past:]
+    return Visibility(key_mask, query_mask, None, is_causal, num_keys, token_mask=token_mask)
 
 
 def packed_visibility(
@@ -149,16 +155,19 @@ def _into_static_cache(
     """All slots of a static cache are there from the start: what is not yet written must be hidden."""
     slots = cache.get_max_length()
     if attention_mask is not None and attention_mask.ndim == 4:
-        return Visibility(attn_mask=pair_mask(attention_mask, num_queries, slots))
+        return Visibility(attn_mask=pair_mask(attention_mask, num_queries, slots), is_pairwise=True)
     slot = torch.arange(slots, device=past.device)
     row = past + torch.arange(num_queries, device=past.device)
     pairs = slot[None, :] <= row[:, None]
-    written = None
+    written = new = None
     if attention_mask is not None:
         written = pad_to_slots(attention_mask, slots).bool()
+        new = written.index_select(1, row)
     if num_queries == 1:
-        return Visibility(key_mask=pairs.expand(batch_size, -1) if written is None else pairs & written)
-    return Visibility(attn_mask=pairs[None, None] if written is None else pairs & written[:, None, None])
+        seen = pairs.expand(batch_size, -1) if written is None else pairs & written
+        return Visibility(key_mask=seen, token_mask=new)
+    seen = pairs[None, None] if written is None else pairs & written[:, None, None]
+    return Visibility(attn_mask=seen, token_mask=new)
 
 
 def pad_to_slots(attention_mask: Tensor, slots: int) -> Tensor:

@@ -12,8 +12,18 @@ from torch import Tensor, nn
 from mgk.nn.keys import ProjectedKeys, ShiftedKeys
 from mgk.nn.prior import EMPrior, LearnedPrior, UniformPrior
 from mgk.nn.variance import FixedVariance, LearnedVariance
-from mgk.ops import mixture_attention, mixture_attention_varlen, mixture_weights
+from mgk.ops import (
+    FeatureMap,
+    linear_mixture_attention,
+    linear_mixture_attention_varlen,
+    linear_mixture_weights,
+    mixture_attention,
+    mixture_attention_varlen,
+    mixture_weights,
+)
 from mgk.ops.attention import BACKENDS
+from mgk.ops.feature_maps import Map, resolve
+from mgk.ops.linear import LINEAR_BACKENDS, NORMALIZATIONS
 from mgk.ops.packed import pairs_within_sequences
 from mgk.ops.validation import ASSIGNMENTS, SIMILARITIES, check_choice
 
@@ -43,7 +53,10 @@ class MixtureAttention(nn.Module):
             priors and variances belong to the keys, so there is one set for each of these heads.
         qk_norm: normalise the query and every component's key (RMS, learned gain) before the similarity. Shifted keys
             are normalised after the shift, which gives up their saving: M keys enter the attention instead of one.
-        feature_map: reserved for linear attention; ``None`` in this version.
+        feature_map: makes it linear attention (:func:`mgk.linear_mixture_attention`): ``"elu"``, ``"relu"``,
+            ``"dpfp"``, ``"favor"``, a function or a :class:`mgk.FeatureMap`. Similarity and variance then mean
+            nothing, and what depends on single pairs is refused: dropout, hard assignment, EM, masks of pairs.
+        normalization: of linear attention: ``"sum"`` or ``"length"``.
         bias: biases in the four projections.
         dropout: dropout on the attention weights, in training only.
         is_causal: whether position i may see only positions up to i.
@@ -67,7 +80,8 @@ class MixtureAttention(nn.Module):
         shift_init_std: float = 1.0,
         num_kv_heads: int | None = None,
         qk_norm: bool = False,
-        feature_map: None = None,
+        feature_map: str | Map | FeatureMap | None = None,
+        normalization: str = "sum",
         bias: bool = True,
         dropout: float = 0.0,
         is_causal: bool = False,
@@ -80,10 +94,15 @@ class MixtureAttention(nn.Module):
         check_choice("assignment", assignment, ASSIGNMENTS)
         check_choice("prior", prior, PRIORS)
         check_choice("backend", backend, BACKENDS)
+        check_choice("normalization", normalization, NORMALIZATIONS)
         if feature_map is not None:
-            raise ValueError(
-                f"feature_map must be None, since this version has no linear attention, got {feature_map!r}"
-            )
+            check_choice("backend", backend, LINEAR_BACKENDS)
+            pairwise = {"assignment='hard'": assignment == "hard", "prior='em'": prior == "em", "dropout": dropout > 0}
+            for name, is_given in {**pairwise, "learn_variance": learn_variance}.items():
+                if is_given:
+                    raise ValueError(f"linear attention has no {name}, got that and feature_map={feature_map!r}")
+        elif normalization != "sum":
+            raise ValueError(f"normalization must be 'sum' without a feature_map, got {normalization!r}")
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         counts = {
             "embed_dim": embed_dim,
@@ -120,6 +139,9 @@ class MixtureAttention(nn.Module):
         self.dropout = dropout
         self.is_causal = is_causal
         self.backend = backend
+        # Found once: what a name stands for does not change.
+        self.feature_map = None if feature_map is None else resolve(feature_map, head_dim, normalization)
+        self.normalization = normalization
 
         self.keys: ProjectedKeys | ShiftedKeys
         if keys == "projected":
@@ -201,6 +223,12 @@ class MixtureAttention(nn.Module):
     ) -> Tensor:
         """The weights that :meth:`forward` would use without dropout, ``[B, H, Nq, Nk]``, materialised for analysis."""
         k, shift = self.project_key(query if key is None else key)
+        if self.feature_map is not None:
+            self._refuse_pairs(attn_mask)
+            return linear_mixture_weights(
+                self.project_query(query), k, shift=shift, log_prior=self.prior(), feature_map=self.feature_map,
+                is_causal=self.is_causal if is_causal is None else is_causal, key_mask=key_mask, query_mask=query_mask,
+            )  # fmt: skip
         return mixture_weights(
             self.project_query(query), k, shift=shift, log_prior=self.prior(), variance=self.variance(),
             similarity=self.similarity, assignment=self.assignment,
@@ -255,6 +283,11 @@ class MixtureAttention(nn.Module):
             ``[B, Nq, embed_dim]``; and, where ``need_weights`` asks for them, the weights ``[B, H, Nq, Nk]`` that it
             was computed from, dropout included.
         """
+        if self.feature_map is not None:
+            self._refuse_pairs(attn_mask)
+            return self._attend_linearly(
+                q, k, v, shift, key_mask, query_mask, is_causal, need_weights, cu_seqlens, cu_seqlens_k
+            )
         log_prior, variance = self.prior(), self.variance()
         mixture: dict[str, Any] = {
             "shift": shift,
@@ -293,6 +326,39 @@ class MixtureAttention(nn.Module):
                 visible["query_mask"] = key_mask
             out = self.prior.gather(out, q, k, **mixture, **visible)
         return self.out_proj(out.transpose(1, 2).flatten(2)), weights
+
+    def _attend_linearly(
+        self, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, key_mask: Tensor | None,
+        query_mask: Tensor | None, is_causal: bool, need_weights: bool, cu_seqlens: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        assert self.feature_map is not None
+        options: dict[str, Any] = {
+            "shift": shift, "log_prior": self.prior(), "feature_map": self.feature_map, "is_causal": is_causal,
+        }  # fmt: skip
+        weights = None
+        if cu_seqlens is not None:
+            if len(q) != 1:
+                raise ValueError(f"packed sequences must lie in one row, [1, T, {self.embed_dim}], got {len(q)} rows")
+            if need_weights:
+                raise ValueError("the weights of packed sequences are not formed by linear attention, got need_weights")
+            tokens = [tensor[0].movedim(-2, 0) for tensor in (q, k, v)]
+            out = linear_mixture_attention_varlen(
+                *tokens, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens_k, normalization=self.normalization,
+                key_mask=None if key_mask is None else key_mask[0], backend=self.backend,
+                query_mask=None if query_mask is None else query_mask[0], **options,
+            )  # fmt: skip
+            return self.out_proj(out.flatten(1)[None]), None
+        options |= {"key_mask": key_mask, "query_mask": query_mask}
+        out = linear_mixture_attention(q, k, v, normalization=self.normalization, backend=self.backend, **options)
+        if need_weights:
+            # Of what is materialised for analysis the rows sum to 1, whatever the layer divides by.
+            weights = linear_mixture_weights(q, k, **options)
+        return self.out_proj(out.transpose(1, 2).flatten(2)), weights
+
+    def _refuse_pairs(self, attn_mask: Tensor | None) -> None:
+        if attn_mask is not None:
+            raise ValueError("linear attention never forms pairs that could be masked, got attn_mask")
 
     def _attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None, dropout: float,

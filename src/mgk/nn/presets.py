@@ -7,8 +7,6 @@ from typing import Any
 
 from mgk.nn.attention import MixtureAttention
 
-LINEAR_PRESETS = ("linear", "mlk", "smlk")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
@@ -24,6 +22,8 @@ class Preset:
     """Sum over components, or the best one."""
     prior: str = "learned"
     """By gradient, by EM, or none."""
+    feature_map: str | None = None
+    """Of linear attention; ``None``: no such."""
 
 
 PRESETS = {
@@ -37,7 +37,12 @@ PRESETS = {
     "smgk-em": Preset(keys="shifted", prior="em"),
     "softmax-mgk": Preset(similarity="dot"),
     "softmax-smgk": Preset(keys="shifted", similarity="dot"),
+    "linear": Preset(num_components=1, similarity="dot", prior="uniform", feature_map="elu"),
+    "mlk": Preset(similarity="dot", feature_map="elu"),
+    "smlk": Preset(keys="shifted", similarity="dot", feature_map="elu"),
 }
+LINEAR_PRESETS = tuple(name for name, preset in PRESETS.items() if preset.feature_map is not None)
+SOFTMAX_PRESETS = tuple(name for name in PRESETS if name not in LINEAR_PRESETS)
 
 
 def build_attention(name: str, embed_dim: int, num_heads: int, **options: Any) -> MixtureAttention:
@@ -52,6 +57,8 @@ def build_attention(name: str, embed_dim: int, num_heads: int, **options: Any) -
     ``mgk-hard``, ``smgk-hard``   2  projected, shifted     gaussian    hard        -
     ``mgk-em``, ``smgk-em``       2  projected, shifted     gaussian    soft        EM
     ``softmax-mgk``, ``-smgk``    2  projected, shifted     dot         soft        learned
+    ``linear``                    1  projected              features    -           -
+    ``mlk``, ``smlk``             2  projected, shifted     features    soft        learned
     ============================  =  =====================  ==========  ==========  =======
 
     Args:
@@ -60,10 +67,6 @@ def build_attention(name: str, embed_dim: int, num_heads: int, **options: Any) -
         num_heads: query heads.
         options: any further argument of :class:`MixtureAttention`; they win over the preset.
     """
-    if name in LINEAR_PRESETS:
-        raise ValueError(
-            f"{name!r} is linear attention, which this version does not have: use one of {', '.join(PRESETS)}"
-        )
     if name not in PRESETS:
         raise ValueError(f"name must be one of {', '.join(PRESETS)}, got {name!r}")
     return MixtureAttention(embed_dim, num_heads, **{**asdict(PRESETS[name]), **options})

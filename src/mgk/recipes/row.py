@@ -9,10 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mgk.nn.presets import LINEAR_PRESETS, PRESETS
+from mgk.nn.presets import LINEAR_PRESETS, PRESETS, SOFTMAX_PRESETS
 from mgk.training.configuration import merge, parse_yaml
-
-ATTENTIONS = (*PRESETS, *LINEAR_PRESETS)
 
 _FIRST_PART = re.compile(r"(?P<attention>[a-z-]+)-(?P<heads>[1-9][0-9]*)")
 # What needs no quoting in a shell, is a file name everywhere, and is neither our "+" nor our ",".
@@ -34,10 +32,9 @@ def parse_row(text: str) -> dict[str, Any]:
     if match is None:
         raise ValueError(f"a row must start with a preset and its number of heads, such as smgk-4, got {text!r}")
     attention = match["attention"]
-    if attention not in ATTENTIONS:
-        # What this version can build is likelier to be meant.
-        hint = _nearest(attention, PRESETS) or _nearest(attention, LINEAR_PRESETS)
-        raise ValueError(f"a row must start with one of {', '.join(ATTENTIONS)}, got {text!r}{hint}")
+    if attention not in PRESETS:
+        hint = _nearest(attention, SOFTMAX_PRESETS) or _nearest(attention, LINEAR_PRESETS)
+        raise ValueError(f"a row must start with one of {', '.join(PRESETS)}, got {text!r}{hint}")
     fields: dict[str, Any] = {"attention": attention, "num_attention_heads": int(match["heads"])}
     for option in options:
         path, separator, value = option.partition("=")
