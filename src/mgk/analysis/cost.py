@@ -162,7 +162,7 @@ class _Counter:
                     self.total += _linear_attention_flops(q, v, module.feature_map)
                     return go_on(q, k, v, *args)
 
-                module.attend_to_state = counted_step  # type: ignore[method-assign]
+                module.attend_to_state = counted_step  # type: ignore[assignment,method-assign]
                 stack.callback(delattr, module, "attend_to_state")
             yield
 
