@@ -232,7 +232,7 @@ BAD = [
     ({"feature_map": "elu", "prior": "em"}, "linear attention has no prior='em', got that and feature_map='elu'"),
     ({"feature_map": "elu", "assignment": "hard"}, "linear attention has no assignment='hard', got that and"),
     ({"feature_map": "elu", "learn_variance": True}, "linear attention has no learn_variance, got that and"),
-    ({"feature_map": "elu", "backend": "sdpa"}, "backend must be one of 'auto', 'reference', 'chunked', got 'sdpa'"),
+    ({"feature_map": "elu", "backend": "sdpa"}, "backend must be one of 'auto', 'reference', 'chunked', 'triton', got"),
     ({"head_dim": None, "num_heads": 5}, "embed_dim must be a multiple of num_heads, or head_dim given, got 24 and 5"),
     ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
     ({"num_heads": 0}, "num_heads must be at least 1, got 0"),

@@ -294,7 +294,7 @@ BAD = [
     ({"feature_map": lambda x: x.abs().float()}, TypeError, "feature_map must keep the dtype, torch.float64, got"),
     ({"normalization": "softmax"}, ValueError, "normalization must be one of 'sum', 'length', got 'softmax'"),
     ({"feature_map": "favor", "normalization": "length"}, ValueError, "feature_map='favor' needs normalization='sum'"),
-    ({"backend": "sdpa"}, ValueError, "backend must be one of 'auto', 'reference', 'chunked', got 'sdpa'"),
+    ({"backend": "sdpa"}, ValueError, "backend must be one of 'auto', 'reference', 'chunked', 'triton', got 'sdpa'"),
     ({"is_causal": 1}, TypeError, "is_causal must be a bool, got int"),
     (
         {"query": torch.zeros(2, 2, 19, 7, dtype=torch.float64)},

@@ -8,6 +8,7 @@ language, and a few are compiled to the end.
 import pytest
 import torch
 from cases import make_inputs
+from linear_cases import make_linear
 from triton_cases import FACTORS, pairwise_configurations
 
 pytest.importorskip("triton")
@@ -18,7 +19,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import ir, make_backend
 from triton.runtime.jit import JITFunction
 
-from mgk.ops.triton import generation, launch, operator, tuning
+from mgk.ops.triton import generation, launch, linear_operator, operator, tuning
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -140,6 +141,50 @@ def translate(kernel, arguments, constants, tile):
     functions = backend.get_codegen_implementation(options)
     source = source_of(kernel, arguments, constants)
     return source.make_ir(TARGET, options, functions, backend.get_module_map(), context)
+
+
+LINEAR = [
+    {"kind": kind, "is_causal": is_causal, "width": width, "dtype": dtype, "prior": prior, "masked": masked}
+    for kind, is_causal, width, dtype, prior, masked in (
+        ("shifted", True, 64, torch.bfloat16, "head", False), ("projected", False, 32, torch.bfloat16, "head", True),
+        ("projected", True, 128, torch.float16, "position", True), ("shifted", False, 24, torch.float32, None, False),
+    )
+]  # fmt: skip
+
+
+def call_linear(case):
+    """Forward and backward of linear attention on CPU tensors; nothing is computed."""
+    width = case["width"]
+    inputs = make_linear(
+        kind=case["kind"], heads=4, kv_heads=2, queries=70, dim=width, dtype=case["dtype"], prior=case["prior"],
+        masked=case["masked"], device="cpu",
+    )  # fmt: skip
+    key, prior = inputs["key"], inputs.get("log_prior")
+    key = key if key.ndim == 5 else key[:, :, None]
+    prior = prior[..., None] if prior is not None and prior.ndim == 2 else prior
+    arguments = (
+        inputs["query"], key, inputs["value"], inputs.get("shift"), prior, inputs.get("key_mask"), None,
+        case["is_causal"], "elu",
+    )  # fmt: skip
+    found = linear_operator.fused_linear_attention(*arguments)
+    linear_operator.fused_linear_attention_backward(torch.empty_like(found[0]), *found, *arguments)
+
+
+@pytest.mark.parametrize("case", LINEAR, ids=str)
+def test_linear_kernels_translate(case, started):
+    call_linear(case)
+    assert len(started) == 5
+    for each in started:
+        translate(*each)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LINEAR, ids=str)
+def test_linear_kernels_compile(case, started):
+    call_linear(case)
+    for kernel, arguments, constants, tile in started:
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        triton.compile(source_of(kernel, arguments, constants), target=TARGET, options=options)
 
 
 EVERY_OTHER = [pytest.param(case, marks=[pytest.mark.slow] * (i % 2)) for i, case in enumerate(CONFIGURATIONS)]

@@ -321,7 +321,7 @@ if _HAS_TRITON:
     _ATTENTION["triton"] = fused.attention
 
 
-def _fused_unsupported(problem: MixtureProblem) -> str | None:
+def fused_unsupported(problem: MixtureProblem) -> str | None:
     """Why the fused kernels cannot serve the call, or ``None``."""
     if not _HAS_TRITON:
         return (
@@ -336,7 +336,7 @@ def choose_statistics(problem: MixtureProblem, backend: str) -> Any:
     """The module that computes densities and responsibilities."""
     if backend == "reference":
         return reference
-    reason = _fused_unsupported(problem)
+    reason = fused_unsupported(problem)
     if backend == "triton":
         if reason is not None:
             raise ValueError(f"backend='triton' cannot do {reason}: use 'auto', 'chunked' or 'reference'")
@@ -347,7 +347,7 @@ def choose_statistics(problem: MixtureProblem, backend: str) -> Any:
 
 def choose_backend(problem: MixtureProblem, backend: str) -> str:
     if backend == "triton":
-        reason = _fused_unsupported(problem)
+        reason = fused_unsupported(problem)
         if reason is not None:
             raise ValueError(f"backend='triton' cannot do {reason}: use 'auto', 'chunked' or 'reference'")
         return backend
@@ -379,7 +379,7 @@ def _fused_is_fastest(problem: MixtureProblem) -> bool:
 def is_half_on_gpu(problem: MixtureProblem) -> bool:
     """Whether the fused kernels take a call and have tensor cores for it."""
     on_gpu = problem.query.device.type == "cuda" and problem.query.dtype != torch.float32
-    return on_gpu and _fused_unsupported(problem) is None
+    return on_gpu and fused_unsupported(problem) is None
 
 
 def _stock_kernels_would_materialise(problem: MixtureProblem) -> bool:

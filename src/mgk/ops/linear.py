@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mgk.ops import linear_chunked, linear_reference
-from mgk.ops.attention import without_autocast
+from mgk.ops.attention import fused_unsupported, without_autocast
 from mgk.ops.feature_maps import FeatureMap, Map, resolve
 from mgk.ops.linear_problem import LinearProblem
 from mgk.ops.packed import (
@@ -21,7 +21,7 @@ from mgk.ops.packed import (
 )
 from mgk.ops.validation import check_choice, make_problem
 
-LINEAR_BACKENDS = ("auto", "reference", "chunked")
+LINEAR_BACKENDS = ("auto", "reference", "chunked", "triton")
 NORMALIZATIONS = ("sum", "length")
 
 
@@ -60,7 +60,8 @@ def linear_mixture_attention(
         is_causal: query i sees keys up to ``i + Nk - Nq``.
         key_mask: bool ``[B, Nk]``, True = attend. It is the features of the others that are 0.
         query_mask: bool ``[B, Nq]``; where it is False the output is 0.
-        backend: ``"reference"`` materialises every pair, ``"chunked"`` does not; ``"auto"`` picks.
+        backend: ``"reference"`` materialises every pair, ``"chunked"`` does not; ``"triton"`` is fused, for the feature
+            maps ``elu`` and ``relu`` on a GPU; ``"auto"`` picks.
 
     Returns:
         ``[B, H, Nq, Dv]`` in the dtype of ``query``.
@@ -106,6 +107,8 @@ def linear_mixture_step(
     Returns:
         ``[B, H, Nq, Dv]``, and the new state, in fp32 at least.
     """
+    if backend == "triton":
+        raise ValueError("backend must be 'auto', 'chunked' or 'reference' where a state is wanted, got 'triton'")
     problem = _make(query, key, value, shift, log_prior, feature_map, "sum", is_causal, key_mask, query_mask, state)
     return _attend(problem, backend)
 
@@ -185,10 +188,27 @@ def _make(
     return LinearProblem(mixture, resolve(feature_map, query.shape[-1], normalization), normalization, state)
 
 
-def _attend(problem: LinearProblem, backend: str) -> tuple[Tensor, Tensor]:
-    """Output and state."""
+def _attend_fused(problem: LinearProblem) -> Tensor:
+    mixture = problem.mixture
+    reason = fused_unsupported(mixture)
+    if reason is None:
+        from mgk.ops.triton import linear_operator
+
+        reason = linear_operator.unsupported(problem)
+    if reason is not None:
+        raise ValueError(f"backend='triton' cannot do {reason}: use 'auto', 'chunked' or 'reference'")
+    if mixture.is_empty:
+        return mixture.query.new_zeros(*mixture.query.shape[:3], mixture.value.shape[-1])
+    with without_autocast(mixture):
+        return linear_operator.attention(problem)
+
+
+def _attend(problem: LinearProblem, backend: str) -> tuple[Tensor, Any]:
+    """Output and state; the fused kernels leave none."""
     check_choice("backend", backend, LINEAR_BACKENDS)
     mixture = problem.mixture
+    if backend == "triton":
+        return _attend_fused(problem), None
     implementation = linear_reference if backend == "reference" else linear_chunked
     with without_autocast(mixture):
         if problem.state is not None:

@@ -105,6 +105,15 @@ def choose_decode_tile(width: int, key_tensors: int) -> Tile:
     return Tile(16, columns, 4, 2)
 
 
+def choose_linear_tile(width: int, element_size: int) -> Tile:
+    """Of linear attention: ``columns`` tokens make a chunk."""
+    if is_interpreted():
+        return INTERPRETED
+    if element_size == 4:
+        return Tile(0, 32, 4, 1)
+    return Tile(0, 64, 4 if width <= 64 else 8, 2)
+
+
 def tune(kernel: Kernel, device: torch.device, launch: Callable[[Tile], object]) -> None:
     """With ``MGK_AUTOTUNE=1``, time ``launch`` for every candidate and remember the fastest."""
     if os.environ.get("MGK_AUTOTUNE") != "1" or is_interpreted():
