@@ -153,9 +153,12 @@ def test_a_plot_needs_a_sweep(measured):
         run("plot", "short.json")
 
 
+NAMES = ("attention", "retrieval", "decode", "packed", "linear")
+
+
 def test_numbers_of_the_page_come_from_results():
     parts = page.parts(ROOT / "docs" / "benchmarks.md")
-    assert set(parts) == {f"results/bench/{name}-h200.json" for name in ("attention", "retrieval", "decode", "packed")}
+    assert set(parts) == {f"results/bench/{name}-h200.json" for name in NAMES}
     for file, text in parts.items():
         path = ROOT / file
         assert text == (markdown.tables(result.read(path)) if path.exists() else ""), f"run mgk bench table {file}"

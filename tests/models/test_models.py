@@ -224,7 +224,10 @@ def test_gradient_checkpointing_changes_nothing(kind, attention, reentrant):
 
 
 @every_kind
-@pytest.mark.parametrize("attention", ["softmax", "mgk", "smgk", "mgk-hard"])
+@pytest.mark.parametrize(
+    "attention",
+    ["smgk", *(pytest.param(name, marks=pytest.mark.slow) for name in ("softmax", "mgk", "mgk-hard", "smlk"))],
+)
 def test_compiled_equals_eager(kind, attention):
     """One graph, forward and backward. (An adaptive softmax picks rows by their targets, which breaks the graph.)"""
     torch._dynamo.reset()

@@ -39,9 +39,18 @@ def peak_bytes(**settings) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads ru_maxrss in KiB")
-@pytest.mark.parametrize("kind", ["projected", "shifted"])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("backend", ["chunked", "sdpa", "statistics"])
+@pytest.mark.parametrize(
+    ("kind", "causal", "backend"),
+    [
+        # Fresh processes take their time: one case for each backend, the others with -m slow.
+        pytest.param(kind, causal, backend, marks=[] if (kind, causal) == always else pytest.mark.slow)
+        for backend, always in (
+            ("chunked", ("projected", True)), ("sdpa", ("shifted", True)), ("statistics", ("shifted", False)),
+        )
+        for kind in ("projected", "shifted")
+        for causal in (False, True)
+    ],
+)  # fmt: skip
 def test_peak_memory_is_linear(kind, causal, backend):
     peaks = {length: peak_bytes(kind=kind, causal=causal, backend=backend, length=length) for length in (8192, 16384)}
     # One fp32 number for every pair and component would take 0.5 GB at 8192 and 2 GB at 16384. The blocks of `chunked`

@@ -178,7 +178,7 @@ def test_train_in_a_process_of_its_own(recipe, tmp_path, cache):
         (["data.corpus=listop"], "(did you mean 'listops'?)"),
         (["--attention", "smkg"], "(did you mean 'smgk'?)"),
         (["--row", "smkg-4"], "(did you mean 'smgk'?)"),
-        (["--row", "linear-2"], "linear attention, which this version does not have"),
+        (["--row", "mlk-2+learn_variance"], "learn_variance must be false with attention='mlk', got true"),
         (["--row", "smgk-1", "--heads", "2"], "--row must stand alone, got --attention or --heads as well"),
         (["--resume", "yes"], "--resume must be auto, never or a step, got 'yes'"),
         (["--device", "tpu"], "--device must be one of auto, cpu, cuda, got 'tpu'"),
@@ -400,10 +400,10 @@ def test_sweep(mgk_command, recipe, tmp_path):
 
 
 def test_one_row_that_fails(mgk_command, recipe, tmp_path):
-    rows = "softmax-2 linear-2 smgk-1"
+    rows = "softmax-2 mlk-2+learn_variance smgk-1"
     printed = mgk_command("sweep", recipe, "training.steps=2", "--rows", rows, "--results", "results", code=1)
-    assert "[2/3] linear-2, seed 0 failed: " in printed.out
-    assert "linear attention, which this version does not have" in printed.out
+    assert "[2/3] mlk-2+learn_variance, seed 0 failed: " in printed.out
+    assert "learn_variance must be false with attention='mlk', got true" in printed.out
     assert "Traceback" not in printed.err
     done = sorted(path.parent.parent.name for path in (tmp_path / "runs").rglob("result.json"))
     assert done == ["smgk-1", "softmax-2"]
@@ -412,7 +412,7 @@ def test_one_row_that_fails(mgk_command, recipe, tmp_path):
         "softmax-2-seed-0.json",
     ]
     table = printed.out[printed.out.index("standard error") :]
-    assert "linear-2, seed 0" in table
+    assert "mlk-2+learn_variance, seed 0" in table
     # One seed has no standard error.
     line = next(line for line in table.splitlines() if " smgk-1 " in line)
     assert [cell.strip() for cell in line.strip("│").split("│")][2:4] == ["", "1"]

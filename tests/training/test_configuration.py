@@ -146,7 +146,7 @@ class TestTypes:
             ({"num_attention_heads": True}, "num_attention_heads.*expected int, got bool"),
             ({"dropout": "0.1"}, "dropout.*expected float, got str"),
             ({"attention": "sgmk"}, r"attention must be one of .* got 'sgmk' \(did you mean 'smgk'\?\)"),
-            ({"attention": "linear"}, "attention='linear' is linear attention, which this version does not have"),
+            ({"attention": "linear", "learn_variance": True}, "learn_variance must be false with attention='linear'"),
             ({"architecture": "lra-listop"}, "must be one of lra-listops, .*got 'lra-listop'"),
         ],
     )

@@ -17,6 +17,9 @@ RETRIEVAL = (
     "model", "through", "dropout", "training", "x", "x fastest", "evaluation", "x", "over no dropout", "peak memory",
 )  # fmt: skip
 """The headers of end to end. x is the time of softmax on cuDNN over the row's, or else on the fastest kernel."""
+LINEAR = ("preset", "through", "heads", "forward", "x", "training", "x", "x softmax", "peak memory")
+"""The headers of linear attention. x is linear attention with all the heads over the row, *x softmax* the fastest stock
+kernel with all the heads over it, forward / training."""
 DECODE = ("preset", "through", "heads", "step", "x", "over reading", "cache", "x cache")
 """The headers of a step of generation. *Over reading* is the time over that of reading the cache once."""
 GENERATION = ("model", "through", "tokens/s", "x", "step", "x step", "prompt", "cache", "x cache")
@@ -63,6 +66,36 @@ def retrieval_cells(records: Iterable[Record]) -> list[list[str]]:
         ]
         for record in records
     ]
+
+
+def linear_cells(records: Iterable[Record]) -> list[list[str]]:
+    """Linear attention at one shape, under :data:`LINEAR`."""
+    found = []
+    for record in records:
+        over = [record[f"{direction}_over_softmax"] for direction in ("forward", "training")]
+        way = record["kernel"] if "kernel" in record else record["backend"]
+        way = f"SDPA {way}" if record["preset"] == "softmax" else way
+        found.append(
+            [
+                record["preset"],
+                way,
+                str(record["heads"]),
+                show_time(record, "forward"),
+                show_ratio(record.get("forward_ratio")),
+                show_time(record, "training"),
+                show_ratio(record.get("training_ratio")),
+                " / ".join(f"{value:.2f}" for value in over if value is not None),
+                show_bytes(record["peak_bytes"]),
+            ]
+        )
+    return found
+
+
+def show_crossover(record: Record) -> str:
+    """From which length on linear attention is faster than softmax."""
+    kind = "causal" if record["causal"] else "full"
+    where = "at no length" if record["tokens"] is None else f"from {record['tokens']:,} tokens on"
+    return f"{record['preset']}, {kind}, {record['direction']}: faster than softmax {where}"
 
 
 def decode_cells(records: Iterable[Record]) -> list[list[str]]:

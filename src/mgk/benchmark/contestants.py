@@ -43,7 +43,8 @@ class Contestant:
 
     @property
     def name(self) -> str:
-        return f"softmax through SDPA {self.backend}" if self.is_baseline else f"{self.preset} through {self.backend}"
+        is_stock = self.is_baseline and self.preset == "softmax"
+        return f"softmax through SDPA {self.backend}" if is_stock else f"{self.preset} through {self.backend}"
 
     def expected_bytes(self, inputs: Inputs) -> int:
         """What it needs if that grows with the number of pairs, else 0."""
@@ -71,12 +72,23 @@ def mixtures(presets: Sequence[str], backends: Sequence[str]) -> list[Contestant
     ]
 
 
+def linears(presets: Sequence[str], backend: str) -> list[Contestant]:
+    """Linear attention with all the heads, which mixtures of linear keys replace, and the presets."""
+    plain = Contestant(preset="linear", backend=backend, attention=_through(backend), is_baseline=True)
+    return [plain, *mixtures(presets, [backend])]
+
+
 def _stock(inputs: Inputs) -> Tensor:
     return F.scaled_dot_product_attention(inputs.query, inputs.key, inputs.value, is_causal=inputs.is_causal)
 
 
 def _through(backend: str) -> Callable[[Inputs], Tensor]:
     def attention(inputs: Inputs) -> Tensor:
+        if inputs.feature_map is not None:
+            return mgk.linear_mixture_attention(
+                inputs.query, inputs.key, inputs.value, shift=inputs.shift, log_prior=inputs.log_prior,
+                feature_map=inputs.feature_map, is_causal=inputs.is_causal, backend=backend,
+            )  # fmt: skip
         return mgk.mixture_attention(
             inputs.query, inputs.key, inputs.value, shift=inputs.shift, log_prior=inputs.log_prior,
             similarity=inputs.similarity, assignment=inputs.assignment, is_causal=inputs.is_causal, backend=backend,

@@ -28,6 +28,8 @@ class Inputs:
     similarity: str
     assignment: str
     is_causal: bool
+    feature_map: str | None = None
+    """Of linear attention."""
 
     @property
     def num_components(self) -> int:
@@ -90,4 +92,5 @@ def draw(
         similarity=options.similarity,
         assignment=options.assignment,
         is_causal=is_causal,
+        feature_map=options.feature_map,
     )

@@ -56,7 +56,17 @@ def _decode(result: Mapping[str, Any]) -> list[str]:
     return parts
 
 
-OTHERS = {"retrieval": _retrieval, "decode": _decode, "packed": _packed}
+def _linear(result: Mapping[str, Any]) -> list[str]:
+    records, parts = [*result["baselines"], *result["rows"]], []
+    shown = [record for record in records if not record.get("sweep")]
+    for title in dict.fromkeys(map(cells.show_shape, shown)):
+        own = [record for record in shown if cells.show_shape(record) == title]
+        parts += [f"**{title.capitalize()}**", _table(cells.LINEAR, cells.linear_cells(own))]
+    lines = [f"- {cells.show_crossover(record)}" for record in result.get("crossovers", ())]
+    return [*parts, "\n".join(lines)] if lines else parts
+
+
+OTHERS = {"retrieval": _retrieval, "decode": _decode, "packed": _packed, "linear": _linear}
 
 
 def _fastest(stock: list[Record]) -> list[Record]:

@@ -25,6 +25,8 @@ def attention_rows(inputs: Inputs, batch: int, head: int, rows: Tensor) -> Tenso
     key = key if key.ndim == 3 else key[None]  # [M, N, D]
     if inputs.shift is not None:
         key = key + inputs.shift[head].double()[:, None]
+    if inputs.feature_map is not None:
+        return _linear_rows(query, key, value, inputs.log_prior, head, rows, inputs.is_causal)
     variance = math.sqrt(query.shape[-1])
 
     logit = query @ key.mT / variance  # [M, R, N]
@@ -42,3 +44,16 @@ def attention_rows(inputs: Inputs, batch: int, head: int, rows: Tensor) -> Tenso
         position = torch.arange(value.shape[0], device=rows.device)
         logit = logit.masked_fill(position > rows[:, None], -math.inf)
     return logit.softmax(dim=-1) @ value
+
+
+def _linear_rows(
+    query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, head: int, rows: Tensor, is_causal: bool
+) -> Tensor:
+    """The same of linear attention, whose features are ``elu + 1``; ``key [M, N, D]``."""
+    features = torch.nn.functional.elu(key) + 1.0
+    if log_prior is not None:
+        features = features * log_prior[head].double().exp()[:, None, None]
+    weight = (torch.nn.functional.elu(query) + 1.0) @ features.sum(dim=0).mT
+    if is_causal:
+        weight = weight.masked_fill(torch.arange(value.shape[0], device=rows.device) > rows[:, None], 0.0)
+    return weight @ value / weight.sum(dim=-1, keepdim=True)

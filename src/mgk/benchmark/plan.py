@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,17 @@ CUDA_SHAPES = (
     Shape(batch=32, heads=8, tokens=4096, head_dim=64),
     Shape(batch=8, heads=16, tokens=4096, head_dim=128, is_causal=True),
     Shape(batch=4, heads=16, tokens=16384, head_dim=64, is_causal=True),
+)
+# Both of the paper's families of lengths: the Long Range Arena's, and one that softmax cannot afford.
+LINEAR_CUDA_SHAPES = tuple(
+    Shape(batch=batch, heads=8, tokens=tokens, head_dim=head_dim, is_causal=is_causal)
+    for batch, tokens in ((32, 4096), (4, 65536))
+    for head_dim in (32, 64)
+    for is_causal in (False, True)
+)
+LINEAR_CPU_SHAPES = (
+    Shape(batch=1, heads=8, tokens=1024, head_dim=32),
+    Shape(batch=1, heads=8, tokens=1024, head_dim=32, is_causal=True),
 )
 # Tokens are those of a cache.
 DECODE_CUDA_SHAPES = (
@@ -143,6 +154,31 @@ def make_decode_plan(
         writing=WRITING if is_cuda else CPU_WRITING,
         writing_presets=(presets or SWEPT_PRESETS)[:1],
         writing_effort=Effort(rounds=2 if quick else 5, seconds=20.0 if is_cuda else 4.0, fewest=2, slowest=60.0),
+    )
+
+
+def make_linear_plan(
+    device: torch.device,
+    *,
+    presets: Sequence[str] | None = None,
+    shapes: Sequence[str] | None = None,
+    quick: bool = False,
+) -> Plan:
+    """Linear attention at some shapes, then lengths until it overtakes softmax."""
+    is_cuda = device.type == "cuda"
+    for name in presets or ():
+        if name not in LINEAR_PRESETS:
+            raise ValueError(f"--preset must be one of {', '.join(LINEAR_PRESETS)}, got {name!r}")
+    usual = LINEAR_CUDA_SHAPES if is_cuda else LINEAR_CPU_SHAPES
+    lengths_of = CUDA_LENGTHS if is_cuda else CPU_QUICK_LENGTHS if quick else CPU_LENGTHS
+    return Plan(
+        presets=[name for name in presets or LINEAR_PRESETS if name != "linear"],
+        backends=["triton" if is_cuda else "chunked"],
+        dtype=torch.bfloat16 if is_cuda else torch.float32,
+        shapes=[Shape.parse(text) for text in shapes] if shapes else usual[:1] if quick else usual,
+        swept_presets=[],
+        lengths=[replace(shape, is_causal=causal) for causal in (False, True) for shape in lengths_of],
+        effort=usual_effort(device, quick),
     )
 
 

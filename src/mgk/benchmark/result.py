@@ -15,7 +15,7 @@ import mgk
 from mgk.benchmark.attention import Comparison
 from mgk.training.result import device_name
 
-KINDS = ("attention", "retrieval", "decode", "packed")
+KINDS = ("attention", "retrieval", "decode", "packed", "linear")
 """What the key ``benchmark`` of a result may say."""
 
 

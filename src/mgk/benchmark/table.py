@@ -28,6 +28,13 @@ def retrieval_table(found: Comparison) -> Table:
     return _table(title, cells.RETRIEVAL, cells.retrieval_cells([*found.baselines, *found.rows]), found.failures)
 
 
+def linear_table(found: Comparison) -> Table:
+    """Linear attention at one shape."""
+    some = found.baselines[0]
+    title = f"{cells.show_shape(some)}, {some['dtype']}, {some['device']}"
+    return _table(title, cells.LINEAR, cells.linear_cells([*found.baselines, *found.rows]), found.failures)
+
+
 def decode_table(found: Comparison) -> Table:
     """A step of generation."""
     some = found.baselines[0]

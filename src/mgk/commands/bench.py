@@ -195,6 +195,62 @@ def decode(
 
 
 @app.command()
+def linear(
+    presets: Presets = None,
+    shapes: Annotated[
+        list[str] | None,
+        typer.Option("--shape", help="B,H,N,D or B,H,N,D,causal, again for more; presets get half of the H heads."),
+    ] = None,
+    sweep: Annotated[bool, typer.Option("--sweep/--no-sweep", help="Find where softmax is overtaken.")] = True,
+    quick: Quick = False,
+    output: Output = None,
+    device: Device = "auto",
+) -> None:
+    """Linear attention: mlk and smlk with half the heads against linear and softmax, and where softmax is overtaken."""
+    from mgk.benchmark import linear as measurement
+    from mgk.benchmark import result, table
+    from mgk.benchmark.cells import show_crossover
+    from mgk.benchmark.contestants import baselines, linears
+    from mgk.benchmark.correctness import Judge
+    from mgk.benchmark.plan import make_linear_plan
+    from mgk.training.result import write
+
+    where = _find_device(device)
+    plan = make_linear_plan(where, presets=presets, shapes=shapes, quick=quick)
+    path = _default_output("linear", where, quick) if output is None else output
+    judge = Judge(plan.dtype, where)
+    found = result.begin("linear", where, {**plan.facts(), "quick": quick})
+    console, heard = _console(), set[str]()
+    contestants = [*linears(plan.presets, plan.backends[0]), *baselines(where)]
+    for shape in plan.shapes:
+        with _display() as display:
+            comparison = measurement.compare(
+                shape, contestants, judge, plan.effort, report=_follow(display, str(shape))
+            )  # fmt: skip
+        result.add(found, comparison)
+        write(path, found)
+        console.print(table.linear_table(comparison))
+        _say_notes(console, comparison, heard)
+    if sweep:
+        swept = []
+        with _display() as display:
+            for shape in plan.lengths:
+                comparison = measurement.compare(
+                    shape, contestants, judge, plan.effort, report=_follow(display, str(shape))
+                )  # fmt: skip
+                for record in (*comparison.baselines, *comparison.rows):
+                    record["sweep"] = True
+                    swept.append(record)
+                result.add(found, comparison)
+                write(path, found)
+        found["crossovers"] = measurement.crossovers(swept)
+        write(path, found)
+        for record in found["crossovers"]:
+            console.print(show_crossover(record), highlight=False)
+    _end(found, path)
+
+
+@app.command()
 def packed(
     presets: Presets = None,
     reviews: Annotated[int | None, typer.Option(min=1, help="Reviews in a batch; 32 on a GPU.")] = None,

@@ -1,0 +1,142 @@
+"""Linear attention: mixtures of keys with half the heads against all the heads without, and against softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mgk.benchmark.attention import Comparison, Record
+from mgk.benchmark.contestants import Contestant
+from mgk.benchmark.correctness import Judge, WrongResultError
+from mgk.benchmark.entry import Entry, LeftOut, enter
+from mgk.benchmark.inputs import draw
+from mgk.benchmark.shape import Shape
+from mgk.benchmark.timing import Clock, Effort, HostClock, Report, StreamClock, Timing, no_report, take_turns
+from mgk.training.result import device_name
+
+DIRECTIONS = ("forward", "training")
+
+
+def compare(
+    shape: Shape,
+    contestants: Sequence[Contestant],
+    judge: Judge,
+    effort: Effort,
+    *,
+    clock: Clock | None = None,
+    report: Report = no_report,
+) -> Comparison:
+    """Check every contestant, then time those that are right, in turn.
+
+    Args:
+        shape: what plain linear attention and softmax are given; the mixtures get half its heads.
+        contestants: plain linear attention first, then mixtures and stock kernels in any order.
+        judge: says who is right, on which device and in which dtype.
+        effort: how long it may take.
+        clock: how times are taken; ``None``: as the device needs it.
+        report: told how far it is.
+    """
+    found = Comparison()
+    total = len(contestants) + effort.rounds
+    entries: list[Entry] = []
+    for number, contestant in enumerate(contestants):
+        report(number, total, f"checking {contestant.name}")
+        heads = shape.heads if contestant.is_baseline else shape.mixture_heads
+        inputs = draw(
+            contestant.preset, batch=shape.batch, heads=heads, tokens=shape.tokens, head_dim=shape.head_dim,
+            is_causal=shape.is_causal, dtype=judge.dtype, device=judge.device,
+        )  # fmt: skip
+        try:
+            entries.append(enter(contestant, inputs, shape, judge, effort.slowest))
+        except LeftOut as error:
+            found.skipped.append({**_facts(contestant, shape, judge), "reason": str(error)})
+        except WrongResultError as error:
+            reason = {"reason": str(error), "error": error.errors}
+            found.failures.append({**_facts(contestant, shape, judge), **reason})
+    if clock is None:
+        clock = StreamClock(judge.device) if judge.device.type == "cuda" else HostClock()
+    timings = take_turns(
+        [candidate for entry in entries for candidate in (entry.forward, entry.training)], clock, effort,
+        lambda done, _, text: report(len(contestants) + done, total, text),
+    )  # fmt: skip
+    report(total, total, "done")
+    _add_records(found, entries, timings, shape, judge)
+    return found
+
+
+def _add_records(
+    found: Comparison, entries: Sequence[Entry], timings: dict[str, Timing], shape: Shape, judge: Judge
+) -> None:
+    plain = next((entry for entry in entries if entry.contestant.preset == "linear"), None)
+    if plain is None:
+        raise RuntimeError(f"linear attention must run at {shape}, got none: {found.failures or found.skipped}")
+    stock = [entry for entry in entries if entry.contestant.preset == "softmax"]
+
+    def ms(entry: Entry, direction: str) -> float:
+        return timings[getattr(entry, direction).name].ms
+
+    for entry in entries:
+        both = [timings[getattr(entry, direction).name] for direction in DIRECTIONS]
+        record: Record = {
+            **_facts(entry.contestant, shape, judge),
+            "peak_bytes": entry.peak_bytes,
+            "samples": min(each.samples for each in both),
+            "noise": max(each.noise for each in both),
+            "error": entry.errors,
+        }
+        for direction, timing in zip(DIRECTIONS, both, strict=True):
+            record |= {
+                f"{direction}_ms": timing.ms,
+                f"{direction}_device_ms": timing.device_ms,
+                f"{direction}_host_ms": timing.host_ms,
+            }
+            rivals = [ms(each, direction) for each in stock]
+            is_stock = entry in stock
+            record[f"{direction}_over_softmax"] = min(rivals) / timing.ms if rivals and not is_stock else None
+        if entry.contestant.is_baseline:
+            found.baselines.append(record)
+            continue
+        found.rows.append(
+            {
+                **record,
+                "baseline": plain.contestant.preset,
+                "baseline_ms": ms(plain, "forward"),
+                "baseline_training_ms": ms(plain, "training"),
+                "baseline_peak_bytes": plain.peak_bytes,
+                "forward_ratio": ms(plain, "forward") / ms(entry, "forward"),
+                "training_ratio": ms(plain, "training") / ms(entry, "training"),
+            }
+        )
+
+
+def crossovers(records: Sequence[Record]) -> list[Record]:
+    """From which length on linear attention is faster than the fastest softmax with all the heads, by preset, mask and
+    direction; ``None``: at no length that was measured."""
+    found: list[Record] = []
+    keys = dict.fromkeys((each["preset"], each["causal"]) for each in records if each["preset"] != "softmax")
+    for preset, causal in keys:
+        own = sorted(
+            (each for each in records if (each["preset"], each["causal"]) == (preset, causal)),
+            key=lambda each: each["tokens"],
+        )
+        for direction in DIRECTIONS:
+            ratios = [(each["tokens"], each[f"{direction}_over_softmax"]) for each in own]
+            first = None
+            for tokens, ratio in reversed(ratios):
+                if ratio is None or ratio <= 1.0:
+                    break
+                first = tokens
+            found.append({"preset": preset, "causal": causal, "direction": direction, "tokens": first})
+    return found
+
+
+def _facts(contestant: Contestant, shape: Shape, judge: Judge) -> Record:
+    who = {"kernel": contestant.backend, "heads": shape.heads}
+    if not contestant.is_baseline:
+        who = {"backend": contestant.backend, "heads": shape.mixture_heads, "baseline_heads": shape.heads}
+    return {
+        "device": device_name(judge.device),
+        "dtype": str(judge.dtype).removeprefix("torch."),
+        **shape.facts(),
+        "preset": contestant.preset,
+        **who,
+    }
