@@ -115,7 +115,7 @@ def test_a_model_that_writes_something_else_gets_no_number(monkeypatch):
     monkeypatch.setattr(generation, "LEAST_AGREEMENT", 1e-3)
     with pytest.raises(RuntimeError, match="softmax must write beside the mixtures, got none that is right"):
         generation.compare(
-            [Writer(attention="softmax", heads=4, backend="sdpa")], SETTING, device=CPU, effort=EFFORT
+            [Writer(attention="softmax", heads=4, backend="sdpa", is_baseline=True)], SETTING, device=CPU, effort=EFFORT
         )  # fmt: skip
 
 

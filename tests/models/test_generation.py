@@ -87,6 +87,72 @@ def test_any_split_and_variant(attention, variant, implementation, pieces):
 
 
 @pytest.mark.parametrize("implementation", ["dynamic", "static"])
+@pytest.mark.parametrize("attention", ["mlk", "smlk"])
+def test_a_state_does_not_grow(attention, implementation):
+    """Linear attention: the same few numbers after 5 tokens and after 50, in either cache; beams may be reordered."""
+    model = make_model("modern", attention, dtype=torch.float32)
+    tokens = make_inputs("modern", tokens=50)["input_ids"]
+    cache = new_cache(model, implementation, 64)
+    sizes = []
+    for first, end in ((0, 5), (5, 50)):
+        model(tokens[:, first:end], past_key_values=cache, use_cache=True)
+        sizes.append([layer.keys.shape for layer in cache.layers])
+        assert int(cache.get_seq_length()) == end
+    assert sizes[0] == sizes[1] == [(3, 4, 8, 9)] * 2
+    assert all(layer.keys.dtype == torch.float32 for layer in cache.layers)
+    before = cache.layers[0].keys.clone()
+    cache.reorder_cache(torch.tensor([2, 0, 0], device=DEVICE))
+    assert torch.equal(cache.layers[0].keys, before[[2, 0, 0]])
+    cache.layers[0].crop(0)
+    with pytest.raises(ValueError, match="cannot forget tokens, got -1 to remove"):
+        cache.layers[0].crop(-1)
+    with pytest.raises(TypeError, match="keeps a state, got keys and values to keep"):
+        cache.update(before, before, 0)
+    cache.layers[1].batch_repeat_interleave(2)
+    assert len(cache.layers[1].keys) == 6
+    cache.reset()
+    assert int(cache.get_seq_length()) == 0
+
+
+def test_what_a_state_cannot_take_the_place_of():
+    linear, softmax = make_model("modern", "mlk"), make_model("modern", "softmax")
+    tokens = make_inputs("modern")["input_ids"]
+    past = softmax(tokens, use_cache=True).past_key_values
+    with pytest.raises(
+        ValueError, match="must hold states of linear attention, got a DynamicLayer with keys and values"
+    ):
+        linear(tokens, past_key_values=past)
+    past = linear(tokens, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="linear attention keeps no keys to show weights of"):
+        linear(tokens, past_key_values=past, output_attentions=True)
+    with pytest.raises(ValueError, match="linear attention cannot hide single pairs"):
+        linear(tokens, attention_mask=torch.ones(3, 1, 9, 9, device=DEVICE).bool(), use_cache=False)
+
+
+def test_linear_attention_without_a_denominator():
+    """It can be trained and run; to cache it one would have to count."""
+    model = make_model("modern", "smlk", normalization="length")
+    inputs = make_inputs("modern", padding_side="right")
+    model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    with pytest.raises(ValueError, match="normalization must be 'sum' where a cache is filled, got 'length'"):
+        model(**inputs, past_key_values=new_cache(model, "dynamic", 9))
+
+
+def test_linear_attention_generates_in_pieces_and_compiled():
+    model = make_model("modern", "mlk", dtype=torch.float32)
+    tokens = make_inputs("modern", batch=1, tokens=12)["input_ids"]
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 1}
+    expected = model.generate(tokens, **options)
+    pieces = model.generate(
+        tokens, **options, prefill_chunk_size=5, cache_implementation="static", disable_compile=True
+    )
+    assert torch.equal(pieces, expected)
+    positions = torch.arange(12, device=DEVICE)[None]
+    compiled = torch.compile(lambda: model(tokens, position_ids=positions, use_cache=False).logits, backend="eager")
+    torch.testing.assert_close(compiled(), model(tokens, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("implementation", ["dynamic", "static"])
 @pytest.mark.parametrize("kind", ["wikitext", "modern"])
 def test_long_prompts(kind, implementation):
     """Longer than the blocks of the causal kernels, and than max_position_embeddings where positions allow it."""

@@ -276,6 +276,14 @@ def test_favor_is_the_softmax_kernel_on_average():
     assert torch.allclose(gram @ gram.mT, torch.eye(16, dtype=torch.float64), atol=1e-12)
 
 
+@pytest.mark.parametrize("dim", [192, 256])
+def test_favor_of_wide_heads(dim):
+    """Features of usual keys neither vanish nor overflow in fp32."""
+    inputs = make_linear(queries=32, dim=dim, dtype=torch.float32, feature_map="favor", batch=1)
+    exact = {name: t.double() if torch.is_tensor(t) else t for name, t in inputs.items()}
+    assert relative_error(attend(inputs), attend(exact, "reference")) <= 1e-4
+
+
 def test_a_function_of_ones_own():
     inputs = make_linear()
     got = attend(inputs, feature_map=lambda x: torch.nn.functional.elu(x) + 1)

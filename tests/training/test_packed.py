@@ -30,6 +30,30 @@ def test_packed_training_is_padded_training(task, multiple, corpora, tmp_path):
     assert packed.state.tokens == padded.state.tokens
 
 
+def test_what_em_counts_is_not_filled_up(corpora, tmp_path):
+    """The E-step counts every pair of a batch."""
+    changes = {"attention": "smgk-em", "dropout": 0.0, "attention_dropout": 0.0}
+    priors = []
+    for data in ({}, {"pack": True}):
+        config = make_config(data=data, model=changes, training={"steps": 4, "log_every": 1})
+        trainer = make_trainer(config, tmp_path / str(len(priors)), corpora("classification"))
+        take_steps(trainer, 4)
+        priors.append([tensor for name, tensor in trainer.model.named_buffers() if name.endswith("log_prior")])
+    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(*priors, strict=True))
+    share = Share(device=torch.device("cuda"), precision=torch.bfloat16)
+    assert share.training_multiple_of(make_config(data={"pack": True}, model=changes)) == 1
+    with pytest.raises(ValueError, match=r"data\.multiple_of must be left out where data\.pack is true and EM"):
+        make_config(data={"pack": True, "multiple_of": 8}, model=changes)
+
+
+def test_where_packing_would_not_help_it_is_refused(corpora):
+    with pytest.raises(ValueError, match=r"data\.pack must be false or left out with linear attention, got true"):
+        make_config(data={"pack": True}, model={"attention": "mlk"})
+    task = build_task(make_config(data={"pack": True}), corpora("classification"))
+    with pytest.raises(ValueError, match=r"data\.pack must be false .*training\.precision=fp32 on a GPU, got true"):
+        task.training_batches(Share(device=torch.device("cuda")))
+
+
 @pytest.mark.parametrize("task", ["classification", "pairs", "translation"])
 def test_what_fills_up_is_not_counted(task, corpora):
     counted = []

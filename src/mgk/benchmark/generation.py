@@ -58,6 +58,8 @@ class Writer:
     heads: int
     backend: str = "auto"
     """Of :func:`mgk.mixture_attention`."""
+    is_baseline: bool = False
+    """Whether it is what the others are compared with."""
 
     @property
     def name(self) -> str:
@@ -67,7 +69,7 @@ class Writer:
 def writers(presets: Sequence[str], setting: Setting, device: torch.device) -> list[Writer]:
     """Softmax through the stock kernels, and on a GPU through our own kernel for a step, too; then the presets."""
     own = ("sdpa", "triton") if device.type == "cuda" else ("sdpa",)
-    softmax = [Writer(attention="softmax", heads=setting.heads, backend=backend) for backend in own]
+    softmax = [Writer(attention="softmax", heads=setting.heads, backend=each, is_baseline=True) for each in own]
     return [*softmax, *(Writer(attention=preset, heads=setting.heads // 2) for preset in presets)]
 
 
@@ -205,13 +207,12 @@ def compare(
 
 
 def _facts(writer: Writer, setting: Setting, device: torch.device) -> Record:
-    is_baseline = writer.attention == "softmax"
     return {
         "device": device_name(device),
         **setting.facts(),
         "preset": writer.attention,
         "heads": writer.heads,
-        **({"kernel": writer.backend} if is_baseline else {"backend": writer.backend}),
+        **({"kernel": writer.backend} if writer.is_baseline else {"backend": writer.backend}),
     }
 
 

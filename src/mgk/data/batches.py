@@ -360,7 +360,7 @@ class Translations:
     seed: int = 0
     shuffle: bool = True
     pack: bool = False
-    """The same sentences in one row without padding, with ``cu_seq_lens_q`` in place of the mask and
+    """Sentences in one row without padding, with ``cu_seq_lens_q`` in place of the mask and
     ``decoder_cu_seq_lens_q`` beside the labels. Both rows are rounded up, by a sentence that does not count."""
     rank: int = 0
     ranks: int = 1
@@ -370,6 +370,11 @@ class Translations:
         if len(self.source) != len(self.target):
             raise ValueError(
                 f"source and target must have as many sentences, got {len(self.source)}, {len(self.target)}"
+            )
+        if self.pack and self.multiple_of > self.max_tokens:
+            raise ValueError(
+                f"multiple_of must be at most max_tokens={self.max_tokens} where sentences are packed, "
+                f"got {self.multiple_of}"
             )
         if not self.shuffle and self.ranks > 1:
             raise ValueError(f"shuffle=False must have one rank, since several leave batches out, got {self.ranks}")

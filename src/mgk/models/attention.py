@@ -97,7 +97,8 @@ class MGKAttention(MixtureAttention):
                 keys, value = keys[:, :, : visibility.length], value[:, :, : visibility.length]
         return self.attend(
             query, self._unpack(keys), value, shift=self.keys.shift if self._adds_shifts_late else None,
-            key_mask=visibility.key_mask, query_mask=visibility.query_mask, attn_mask=visibility.attn_mask,
+            key_mask=visibility.key_mask, query_mask=visibility.query_mask,
+            attn_mask=visibility.attn_mask if self.feature_map is None or visibility.is_pairwise else None,
             is_causal=visibility.is_causal, is_self_attention=not self.is_cross, need_weights=output_attentions,
             cu_seqlens=visibility.cu_seqlens, cu_seqlens_k=visibility.cu_seqlens_k,
         )  # fmt: skip

@@ -125,7 +125,7 @@ class MGKModel(MGKPreTrainedModel):
             output_attentions = bool(self.config.output_attentions)
         if not self.is_causal:
             past_key_values = None
-        elif use_cache and past_key_values is None and cu_seq_lens_q is None:
+        elif use_cache and past_key_values is None and cu_seq_lens_q is None and self.config.normalization == "sum":
             past_key_values = DynamicCache(config=self.config)
 
         if cu_seq_lens_q is not None:

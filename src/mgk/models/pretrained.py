@@ -59,6 +59,12 @@ class MGKPreTrainedModel(PreTrainedModel):
             # A running mean kept in half precision stops moving.
             self._keep_in_fp32_modules_strict = {"prior"}
 
+    def _get_static_cache_init_shape(self) -> tuple[int, int] | None:
+        """transformers asks here what to fill a static cache with in advance: a state is made when it is needed."""
+        if PRESETS[self.config.attention].feature_map is not None:
+            return None
+        return super()._get_static_cache_init_shape()
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As in transformers, from safetensors only: a pickle could run code.

@@ -111,7 +111,7 @@ class MGKSeq2SeqModel(MGKPreTrainedModel):
         elif not isinstance(encoder_outputs, ModelOutput):
             encoder_outputs = BaseModelOutput(*encoder_outputs)
         if use_cache is None:
-            use_cache = self.config.use_cache and cu_seq_lens_q is None
+            use_cache = self.config.use_cache and cu_seq_lens_q is None and self.config.normalization == "sum"
         if use_cache and past_key_values is None and not (self.decoder.gradient_checkpointing and self.training):
             past_key_values = EncoderDecoderCache(DynamicCache(config=self.config), DynamicCache(config=self.config))
         decoded = self.decoder(

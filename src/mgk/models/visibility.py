@@ -105,7 +105,9 @@ def self_visibility(
     if attention_mask is None and position_ids is not None and past == 0:
         same_sequence = _packed_pairs(position_ids)
         if same_sequence is not None:
-            return Visibility(attn_mask=same_sequence, is_causal=is_causal, length=num_keys, is_pairwise=True)
+            # A traced mask is there for positions that may start anew, whether they do or not.
+            is_seen = not (is_traced() or position_ids.is_meta)
+            return Visibility(attn_mask=same_sequence, is_causal=is_causal, length=num_keys, is_pairwise=is_seen)
     key_mask = padding_mask("attention_mask", attention_mask, (batch_size, num_keys))
     query_mask = key_mask if past == 0 else None
     token_mask = None if key_mask is None else key_mask[:, past:]

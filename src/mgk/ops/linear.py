@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mgk.ops import linear_chunked, linear_reference
 from mgk.ops.attention import fused_unsupported, without_autocast
+from mgk.ops.autograd import with_zero_gradients
 from mgk.ops.feature_maps import FeatureMap, Map, resolve
 from mgk.ops.linear_problem import LinearProblem
 from mgk.ops.packed import (
@@ -61,7 +62,7 @@ def linear_mixture_attention(
         key_mask: bool ``[B, Nk]``, True = attend. It is the features of the others that are 0.
         query_mask: bool ``[B, Nq]``; where it is False the output is 0.
         backend: ``"reference"`` materialises every pair, ``"chunked"`` does not; ``"triton"`` is fused, for the feature
-            maps ``elu`` and ``relu`` on a GPU; ``"auto"`` picks.
+            maps ``elu`` and ``relu`` on a GPU; ``"auto"`` is ``"chunked"`` in this version.
 
     Returns:
         ``[B, H, Nq, Dv]`` in the dtype of ``query``.
@@ -198,7 +199,10 @@ def _attend_fused(problem: LinearProblem) -> Tensor:
     if reason is not None:
         raise ValueError(f"backend='triton' cannot do {reason}: use 'auto', 'chunked' or 'reference'")
     if mixture.is_empty:
-        return mixture.query.new_zeros(*mixture.query.shape[:3], mixture.value.shape[-1])
+        out = mixture.query.new_zeros(*mixture.query.shape[:3], mixture.value.shape[-1])
+        return with_zero_gradients(
+            out, mixture.query, mixture.key, mixture.value, mixture.shift, mixture.log_prior
+        )  # fmt: skip
     with without_autocast(mixture):
         return linear_operator.attention(problem)
 

@@ -15,6 +15,8 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
+from mgk.nn.presets import LINEAR_PRESETS
+
 T = TypeVar("T")
 
 UNBOUNDED = math.inf
@@ -35,11 +37,13 @@ class DataConfig:
     pad_to: int | None = None
     """Pad every sequence to this length instead, as the published code does; the result is the same, only slower."""
     pack: bool | None = None
-    """Put the sequences of a batch one after the other instead of padding them; ``None``: no. The result is the same,
-    only faster where the fused kernels take them and lengths differ much: on a GPU in half precision."""
+    """Put the sequences of a batch one after the other instead of padding them; ``None``: no. A batch has the same loss
+    and gradients, only faster where the fused kernels take it and lengths differ much: on a GPU in half precision.
+    (Batches of translation are cut by their padded width, so packed ones hold other sentences where widths are
+    rounded up.)"""
     multiple_of: int | None = None
     """Round the longest up to a multiple of this, or the tokens of a packed batch; ``None``: on a GPU, where shapes are
-    compiled and recorded, 64, or 8 for sentences, or 1024 packed; 1 elsewhere."""
+    compiled and recorded, 64, or 8 for sentences; packed at most 1024, or 256 for sentences; 1 elsewhere."""
     workers: int = 1
     """Threads that make batches while the model is busy; 0 makes each when it is needed."""
     timeout: float = 600.0
@@ -65,6 +69,14 @@ class ModelConfig:
     """One of :data:`mgk.models.ARCHITECTURES`."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Fields of :class:`mgk.models.MGKConfig`. In YAML they stand beside ``architecture``."""
+
+    @property
+    def has_em_prior(self) -> bool:
+        return str(self.changes.get("attention", "")).endswith("-em")
+
+    @property
+    def is_linear(self) -> bool:
+        return self.changes.get("attention") in LINEAR_PRESETS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +228,13 @@ class RunConfig:
             )
         if self.data.pad_to is not None and self.task in ("language", "translation"):
             raise ValueError(f"data.pad_to must be left out for {self.task}, got {self.data.pad_to}")
+        if self.data.pack and self.model.is_linear:
+            raise ValueError("data.pack must be false or left out with linear attention, got true")
+        if self.data.pack and self.model.has_em_prior and self.data.multiple_of not in (None, 1):
+            raise ValueError(
+                f"data.multiple_of must be left out where data.pack is true and EM counts every pair, "
+                f"got {self.data.multiple_of}"
+            )
         if self.data.pack and self.task == "language":
             raise ValueError("data.pack must be false or left out for language, whose rows are full, got true")
         if not self.data.by_length and self.task == "translation":

@@ -65,7 +65,8 @@ class Share:
         """The same of training batches, or what the tokens of a packed one are rounded up to."""
         if config.data.multiple_of is not None or not config.data.pack:
             return self.multiple_of(config)
-        if self.device.type != "cuda":
+        # EM counts every pair, those of what fills up as well.
+        if self.device.type != "cuda" or config.model.has_em_prior:
             return 1
         # Few shapes to record, and little to fill up.
         return 256 if config.task == "translation" else min(1024, config.data.longest)
@@ -148,6 +149,7 @@ class Classification:
 
     def training_batches(self, share: Share) -> Batches:
         split, data = self.corpus.splits["train"], self.config.data
+        _check_packing(self.config, share)
         return Samples(
             sequences=self._sequences(split), labels=split.numbers["labels"], first=split.numbers.get("first"),
             second=split.numbers.get("second"), batch_size=micro_batch(self.config, share.ranks), longest=data.longest,
@@ -277,6 +279,7 @@ class Translation:
 
     def training_batches(self, share: Share) -> Batches:
         source, target = self._sides("train")
+        _check_packing(self.config, share)
         return Translations(
             source=source, target=target, max_tokens=micro_batch(self.config, share.ranks), seed=self.config.seed,
             multiple_of=share.training_multiple_of(self.config), pack=bool(self.config.data.pack), rank=share.rank,
@@ -376,6 +379,12 @@ class _First:
     def _place(self, step: int) -> int:
         # Spread out: they are sorted by length.
         return step * len(self.batches) // len(self)
+
+
+def _check_packing(config: RunConfig, share: Share) -> None:
+    """Where the fused kernels do not take packed sequences, one after the other would be slower than padding."""
+    if config.data.pack and share.device.type == "cuda" and share.precision is None:
+        raise ValueError("data.pack must be false or left out with training.precision=fp32 on a GPU, got true")
 
 
 def _limited(batches: Batches, config: RunConfig, split: str) -> Batches:

@@ -125,6 +125,12 @@ def test_what_is_left_to_others(change, message, device):
         attend({**inputs, **change}, "triton")
 
 
+def test_without_keys_there_is_a_gradient_of_zero(device):
+    inputs = make_linear(dtype=ONE_DTYPE, device=device, queries=3, keys=0)
+    inputs["query"].requires_grad_()
+    assert (torch.autograd.grad(attend(inputs).sum(), inputs["query"])[0] == 0).all()
+
+
 def test_second_order_is_refused(device):
     inputs = make_linear(dtype=ONE_DTYPE, device=device)
     inputs["query"].requires_grad_()
