@@ -313,7 +313,7 @@ def _forward_flops(query_shape: Any, key_shape: Any, value_shape: Any, *args: An
 
 @register_flop_formula(torch.ops.mgk.fused_linear_attention_backward)
 def _backward_flops(
-    grad_shape: Any, out_shape: Any, normaliser_shape: Any, state_shape: Any, total_shape: Any, query_shape: Any,
+    grad_shape: Any, attention_shape: Any, normaliser_shape: Any, state_shape: Any, total_shape: Any, query_shape: Any,
     key_shape: Any, value_shape: Any, *args: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
     """Each product has two in the backward pass."""

@@ -1,0 +1,143 @@
+"""Which fused kernels a call of the library starts, on a machine where none can run: nothing is computed here."""
+
+import pytest
+import torch
+from cases import make_inputs
+from linear_cases import make_linear
+from packed_cases import attend_packed, make_packed
+
+pytest.importorskip("triton")
+
+from triton.runtime.jit import JITFunction
+
+import mgk
+from mgk.ops.triton import forward, launch, tuning
+
+HALF = torch.bfloat16
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The names of the kernels that would have been started."""
+    if not isinstance(forward.attention_forward, JITFunction):
+        pytest.skip("TRITON_INTERPRET=1: they would run")
+    names = []
+    monkeypatch.setattr(tuning, "_architecture", lambda index: "sm90")
+    monkeypatch.setattr(launch, "_start", lambda kernel, *args: names.append(kernel.fn.__name__))
+    monkeypatch.setattr("mgk.ops.triton.unsupported", lambda problem: None)
+    monkeypatch.setattr("mgk.ops.attention._HAS_TRITON", True)
+    monkeypatch.setattr("mgk.ops.attention.fused", mgk.ops.triton, raising=False)
+    monkeypatch.setitem(mgk.ops.attention._ATTENTION, "triton", mgk.ops.triton.attention)
+    return names
+
+
+def attend(**options):
+    inputs = make_inputs(dtype=HALF, device="cpu", queries=70, dim=32, **options)
+    for name in ("query", "key", "value"):
+        inputs[name].requires_grad_()
+    return mgk.mixture_attention(**inputs, backend="triton")
+
+
+FORWARD = ["logit_terms", "attention_forward", "attention_repair"]
+
+
+@pytest.mark.parametrize(
+    ("options", "backward"),
+    [
+        ({"kind": "shifted"}, ["attention_backward_key_value"] * 2 + ["attention_backward_query"] * 2),
+        ({"kind": "projected"}, ["attention_backward_two_keys", "attention_backward_query"]),
+        ({"kind": "projected", "components": 3}, ["attention_backward_key_value", "attention_backward_query"]),
+    ],
+    ids=str,
+)
+def test_training(options, backward, started):
+    out = attend(**options)
+    assert started == FORWARD
+    started.clear()
+    out.sum().backward()
+    assert started == ["attention_delta", *backward, "parameter_gradients"]
+
+
+def test_dropout_draws_random_numbers(started):
+    attend(kind="shifted", dropout_p=0.1)
+    assert started == ["random_keys", "random_keys", *FORWARD]
+
+
+def test_dot_products_of_shifted_keys_are_softmax(started):
+    """The shifts change no weight, so no term is prepared; they get a gradient all the same."""
+    inputs = make_inputs(kind="shifted", similarity="dot", dtype=HALF, device="cpu", queries=128, dim=32)
+    inputs["shift"].requires_grad_()
+    out = mgk.mixture_attention(**inputs, backend="triton")
+    assert started == ["attention_forward", "attention_repair"]
+    assert (torch.autograd.grad(out.sum(), inputs["shift"])[0] == 0).all()
+
+
+@pytest.mark.parametrize("variance", [None, "component", 2.0])
+def test_statistics(variance, started):
+    inputs = make_inputs(dtype=HALF, device="cpu", queries=70, dim=32, variance=variance)
+    inputs.pop("value")
+    mgk.mixture_log_density(**inputs, backend="triton")
+    assert started == FORWARD
+    started.clear()
+    mgk.mixture_responsibilities(**inputs, backend="triton")
+    assert started[-1] == "responsibilities"
+
+
+@pytest.mark.parametrize("kind", ["projected", "shifted"])
+def test_a_step(kind, started):
+    inputs = make_inputs(kind=kind, dtype=HALF, device="cpu", queries=1, keys=300, dim=32)
+    inputs["query_mask"] = torch.ones(2, 1, dtype=torch.bool)
+    assert mgk.mixture_attention(**inputs, backend="triton").shape == (2, 2, 1, 32)
+    assert started == ["decode_split", "decode_merge"]
+
+
+def test_in_fp32_there_is_no_step(started):
+    inputs = make_inputs(dtype=torch.float32, device="cpu", queries=1, keys=300, dim=32)
+    mgk.mixture_attention(**inputs, backend="triton")
+    assert "decode_split" not in started
+
+
+@pytest.mark.parametrize("options", [{}, {"masked": True, "is_causal": True}, {"prior": "position"}], ids=str)
+def test_packed_sequences_are_one_call(options, started):
+    inputs = make_packed(dtype=HALF, device="cpu", **options)
+    out = attend_packed(inputs, "triton")
+    assert out.shape == (len(inputs["query"]), 2, 8)
+    assert started == FORWARD
+    inputs.pop("value")
+    started.clear()
+    mgk.mixture_responsibilities_varlen(**inputs, backend="triton")
+    assert started[-1] == "responsibilities"
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"kind": "shifted", "normalization": "length"}], ids=str)
+def test_linear_attention(options, started):
+    inputs = make_linear(dtype=HALF, device="cpu", queries=70, masked=True, **options)
+    leaves = {name: t.requires_grad_() for name, t in inputs.items() if torch.is_tensor(t) and t.is_floating_point()}
+    out = mgk.linear_mixture_attention(**inputs, backend="triton")
+    assert started == ["linear_states", "linear_forward"]
+    started.clear()
+    gradients = torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))
+    assert started == ["linear_backward_query", "linear_reverse_states", "linear_backward_key_value"]
+    assert [gradient.shape for gradient in gradients] == [leaf.shape for leaf in leaves.values()]
+
+
+def test_shapes_are_known_without_computing():
+    """What ``torch.compile`` and a FLOP counter see."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from mgk.ops.triton import linear_operator
+
+    with FakeTensorMode():
+        query, key, value = torch.empty(2, 4, 70, 8), torch.empty(2, 2, 2, 70, 8), torch.empty(2, 2, 70, 16)
+        prior = torch.empty(2, 2, 1)
+        arguments = (query, key, value, None, prior, None, None, True, "elu")
+        with FlopCounterMode(display=False) as counter:
+            found = linear_operator.fused_linear_attention(*arguments)
+        assert found[0].shape == (2, 4, 70, 16)
+        assert counter.get_total_flops() == 2 * 2 * (4 * 70 + 2 * 70) * 8 * 17
+        with FlopCounterMode(display=False) as counter:
+            gradients = linear_operator.fused_linear_attention_backward(found[0], *found, *arguments)
+        assert [gradient.shape for gradient in gradients[:3]] == [query.shape, key.shape, value.shape]
+        assert (gradients[3].numel(), gradients[4].shape) == (0, prior.shape)
+        assert counter.get_total_flops() == 4 * 2 * (4 * 70 + 2 * 70) * 8 * 17
