@@ -108,10 +108,8 @@ def linear_mixture_step(
     Returns:
         ``[B, H, Nq, Dv]``, and the new state, in fp32 at least.
     """
-    if backend == "triton":
-        raise ValueError("backend must be 'auto', 'chunked' or 'reference' where a state is wanted, got 'triton'")
     problem = _make(query, key, value, shift, log_prior, feature_map, "sum", is_causal, key_mask, query_mask, state)
-    return _attend(problem, backend)
+    return _attend(problem, backend, wants_state=True)
 
 
 def linear_mixture_attention_varlen(
@@ -189,34 +187,40 @@ def _make(
     return LinearProblem(mixture, resolve(feature_map, query.shape[-1], normalization), normalization, state)
 
 
-def _attend_fused(problem: LinearProblem) -> Tensor:
+def _attend_fused(problem: LinearProblem, wants_state: bool) -> tuple[Tensor, Any]:
     mixture = problem.mixture
     reason = fused_unsupported(mixture)
+    tensors = (mixture.query, mixture.key, mixture.value, mixture.shift, mixture.log_prior, problem.state)
+    if wants_state and torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors):
+        reason = "a state with gradients"
     if reason is None:
         from mgk.ops.triton import linear_operator
 
         reason = linear_operator.unsupported(problem)
     if reason is not None:
         raise ValueError(f"backend='triton' cannot do {reason}: use 'auto', 'chunked' or 'reference'")
+    if wants_state:
+        if mixture.is_empty:
+            return _attend(problem, "chunked")
+        with without_autocast(mixture):
+            return linear_operator.attention_and_state(problem)
     if mixture.is_empty:
         out = mixture.query.new_zeros(*mixture.query.shape[:3], mixture.value.shape[-1])
-        return with_zero_gradients(
-            out, mixture.query, mixture.key, mixture.value, mixture.shift, mixture.log_prior
-        )  # fmt: skip
+        return with_zero_gradients(out, *tensors[:-1]), None
     with without_autocast(mixture):
-        return linear_operator.attention(problem)
+        return linear_operator.attention(problem), None
 
 
-def _attend(problem: LinearProblem, backend: str) -> tuple[Tensor, Any]:
-    """Output and state; the fused kernels leave none."""
+def _attend(problem: LinearProblem, backend: str, wants_state: bool = False) -> tuple[Tensor, Any]:
+    """Output and state; the fused kernels leave one only if it is wanted."""
     check_choice("backend", backend, LINEAR_BACKENDS)
     mixture = problem.mixture
+    if problem.state is not None:
+        _check_state(problem)
     if backend == "triton":
-        return _attend_fused(problem), None
+        return _attend_fused(problem, wants_state)
     implementation = linear_reference if backend == "reference" else linear_chunked
     with without_autocast(mixture):
-        if problem.state is not None:
-            _check_state(problem)
         found, state = implementation.sums(problem)
         numerator, total = found[..., :-1], found[..., -1:]
         if problem.normalization == "length":

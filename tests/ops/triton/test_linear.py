@@ -101,6 +101,28 @@ def test_later_tokens_change_no_bit(device):
     assert torch.equal(attend(inputs)[:, :, :40], before[:, :, :40])
 
 
+@every_kind
+def test_a_sequence_may_be_cut_anywhere(kind, device):
+    """P19: with the state of the fused kernels in between, which is that of the others."""
+    inputs = make_linear(
+        kind=kind, queries=40, dtype=ONE_DTYPE, device=device, is_causal=True, dim=13, heads=4, kv_heads=2
+    )
+    whole = attend(exactly(inputs), "reference")
+    for cut in (1, 16, 23):
+        pieces, state = [], None
+        for part in (slice(0, cut), slice(cut, None)):
+            own = {**inputs, **{name: inputs[name][..., part, :] for name in ("query", "key", "value")}}
+            other, expected = mgk.linear_mixture_step(**own, state=state, backend="chunked")
+            piece, state = mgk.linear_mixture_step(**own, state=state, backend=BACKEND)
+            assert error_of(state, expected.double()) <= 2 * OUTPUT[ONE_DTYPE]
+            assert error_of(piece, other.double()) <= 2 * OUTPUT[ONE_DTYPE]
+            pieces.append(piece)
+        assert error_of(torch.cat(pieces, dim=2), whole) <= 2 * OUTPUT[ONE_DTYPE]
+    inputs["query"].requires_grad_()
+    with pytest.raises(ValueError, match="backend='triton' cannot do a state with gradients"):
+        mgk.linear_mixture_step(**inputs, backend="triton")
+
+
 def test_strides_and_expanded_tensors(device):
     """P21"""
     inputs = make_linear(queries=20, dtype=ONE_DTYPE, device=device, dim=13, is_causal=True)

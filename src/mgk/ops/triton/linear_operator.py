@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -31,8 +32,6 @@ def unsupported(problem: LinearProblem) -> str | None:
         return f"heads wider than {WIDEST}"
     if mixture.num_components > 8:
         return "more than 8 components"
-    if problem.state is not None:
-        return "a state to go on from"
     if mixture.is_causal and mixture.causal_offset != 0:
         return "causality with another number of keys than queries"
     return None
@@ -48,6 +47,23 @@ def attention(problem: LinearProblem) -> Tensor:
         MAPS[problem.feature_map.key],
     )[0]  # fmt: skip
     return out if mixture.query_mask is None else out.masked_fill(~mixture.query_mask[:, None, :, None], 0.0)
+
+
+@torch.no_grad()
+def attention_and_state(problem: LinearProblem) -> tuple[Tensor, Tensor]:
+    """The same going on from a state, and the state after the last key, ``[B, Hkv, D, Dv + 1]``. Without gradients."""
+    mixture = problem.mixture
+    found = _forward(
+        mixture.query, mixture.key, mixture.value, None if mixture.shift is None else mixture.shift.float(),
+        mixture.log_prior, mixture.key_mask, None, mixture.is_causal, MAPS[problem.feature_map.key], problem.state,
+    )  # fmt: skip
+    out = found.out
+    if mixture.query_mask is not None:
+        out = out.masked_fill(~mixture.query_mask[:, None, :, None], 0.0)
+    shape = (len(mixture.query), mixture.key.shape[1])
+    width, value_width = mixture.query.shape[-1], mixture.value.shape[-1]
+    state = found.last_state.unflatten(0, shape)[..., :width, :value_width]
+    return out, torch.cat([state, found.last_total.unflatten(0, shape)[..., :width, None]], dim=-1)
 
 
 class _Plan(NamedTuple):
@@ -115,6 +131,26 @@ def fused_linear_attention(
         is_causal: with as many queries as keys.
         feature_map: ``"elu"`` or ``"relu"``.
     """
+    found = _forward(query, key, value, shift, log_prior, key_mask, length, is_causal, feature_map, None)
+    return found.out, found.normaliser, found.state, found.total
+
+
+class _Results(NamedTuple):
+    """Of forward, and the state after the last key."""
+
+    out: Tensor
+    normaliser: Tensor
+    state: Tensor
+    total: Tensor
+    last_state: Tensor
+    last_total: Tensor
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None,
+    key_mask: Tensor | None, length: Tensor | None, is_causal: bool, feature_map: str, initial: Tensor | None,
+) -> _Results:  # fmt: skip
+    """``initial``: ``[B, Hkv, D, Dv + 1]``, what earlier keys have left."""
     batch, heads, queries, width = query.shape
     kv_heads, keys, value_width = key.shape[1], key.shape[3], value.shape[-1]
     with on_device(query):
@@ -137,7 +173,18 @@ def fused_linear_attention(
             plan.options,
             plan.tile,
         )  # fmt: skip
-        state, total = (_before(each) if is_causal else each.sum(dim=1) for each in (state, total))
+        last_state, last_total = state.sum(dim=1), total.sum(dim=1)
+        if is_causal:
+            state, total = _before(state), _before(total)
+        else:
+            state, total = last_state, last_total
+        if initial is not None:
+            initial = initial.flatten(0, 1)
+            first_state = F.pad(initial[..., :-1], (0, dv - value_width, 0, d - width))
+            first_total = F.pad(initial[..., -1], (0, d - width))
+            last_state, last_total = last_state + first_state, last_total + first_total
+            state = state + first_state[:, None] if is_causal else last_state
+            total = total + first_total[:, None] if is_causal else last_total
         out = query.new_empty(batch, heads, queries, value_width)
         normaliser = _new(query, batch, heads, queries)
         # Under causality the segments of queries are those of keys.
@@ -154,7 +201,7 @@ def fused_linear_attention(
             rows.options,
             rows.tile,
         )  # fmt: skip
-    return out, normaliser, state, total
+    return _Results(out, normaliser, state, total, last_state, last_total)
 
 
 def _before(states: Tensor) -> Tensor:
