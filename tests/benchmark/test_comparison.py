@@ -3,6 +3,7 @@
 import cases
 import pytest
 import torch
+from benchmark_cases import Script
 from rich.console import Console
 
 import mgk
@@ -28,19 +29,6 @@ FIELDS = {
 @pytest.fixture(autouse=True)
 def _small_gradients(monkeypatch):
     monkeypatch.setattr(correctness, "SMALL", {"batch": 1, "heads": 4, "tokens": 27})
-
-
-class Script:
-    """A clock for which a name decides the time."""
-
-    def __init__(self, **times):
-        self.times = times
-
-    def host(self, candidate):
-        return None
-
-    def sample(self, candidate, host_ms):
-        return next(value for name, value in self.times.items() if candidate.name.startswith(name.replace("_", " ")))
 
 
 def run(presets=("softmax", "smgk"), backends=("sdpa", "chunked"), clock=None, effort=EFFORT, dtype=torch.float32):
@@ -231,7 +219,7 @@ def test_a_sweep_leaves_behind_who_cannot_follow(monkeypatch):
 
 def test_a_sweep_foresees_what_would_take_too_long(monkeypatch):
     clock = Script(**{"softmax": 1.0, "smgk_through_sdpa": 2.0, "smgk_through_chunked": 3000.0})
-    monkeypatch.setattr("mgk.benchmark.attention.HostClock", lambda: clock)
+    monkeypatch.setattr("mgk.benchmark.timing.HostClock", lambda: clock)
     contestants = [*baselines(CPU), *mixtures(("smgk",), ("sdpa", "chunked"))]
     shapes = lengths(Shape(batch=1, heads=2, tokens=16, head_dim=8), 32)
     found = list(sweep(shapes, contestants, Judge(torch.float32, CPU), EFFORT))

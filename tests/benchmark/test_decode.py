@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from benchmark_cases import Script
 from typer.testing import CliRunner
 
 import mgk
@@ -25,19 +26,6 @@ FIELDS = {
     "device", "dtype", "batch", "heads", "baseline_heads", "tokens", "head_dim", "causal", "preset", "backend",
     "baseline", "baseline_ms", "forward_ratio", "training_ratio", "peak_bytes", "cache_bytes", "cache_ratio", "noise",
 }  # fmt: skip
-
-
-class Script:
-    """A clock for which a name decides the time."""
-
-    def __init__(self, **times):
-        self.times = times
-
-    def host(self, candidate):
-        return None
-
-    def sample(self, candidate, host_ms):
-        return next(value for name, value in self.times.items() if candidate.name.startswith(name.replace("_", " ")))
 
 
 def compare_steps(presets=("softmax", "smgk", "mgk"), clock=None):

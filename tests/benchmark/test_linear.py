@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from benchmark_cases import Script
 from typer.testing import CliRunner
 
 import mgk
@@ -25,19 +26,6 @@ EFFORT = Effort(rounds=2, seconds=1.0, fewest=2)
 @pytest.fixture(autouse=True)
 def _small_gradients(monkeypatch):
     monkeypatch.setattr(correctness, "SMALL", {"batch": 1, "heads": 4, "tokens": 27})
-
-
-class Script:
-    """A clock for which a name decides the time."""
-
-    def __init__(self, **times):
-        self.times = times
-
-    def host(self, candidate):
-        return None
-
-    def sample(self, candidate, host_ms):
-        return next(value for name, value in self.times.items() if candidate.name.startswith(name.replace("_", " ")))
 
 
 def run(presets=("mlk", "smlk"), clock=None):

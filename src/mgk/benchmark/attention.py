@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,10 +13,11 @@ from mgk.benchmark.correctness import Judge, WrongResultError
 from mgk.benchmark.entry import Entry, LeftOut, enter
 from mgk.benchmark.inputs import Inputs, draw
 from mgk.benchmark.shape import Shape
-from mgk.benchmark.timing import Clock, Effort, HostClock, Report, StreamClock, Timing, no_report, take_turns
+from mgk.benchmark.timing import Clock, Effort, Report, Timing, no_report, take_turns, usual_clock
 from mgk.training.result import device_name
 
 Record = dict[str, Any]
+Entered = TypeVar("Entered")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,30 +55,12 @@ def compare(
     """
     found = Comparison()
     steps = len(contestants) + effort.rounds
-    drawn: dict[tuple[str, int], Inputs] = {}
-    entries: list[Entry] = []
-    for number, contestant in enumerate(contestants):
-        report(number, steps, f"checking {contestant.name}")
-        heads = shape.heads if contestant.is_baseline else shape.mixture_heads
-        try:
-            # All backends of a preset see the same numbers.
-            inputs = drawn.get((contestant.preset, heads))
-            if inputs is None:
-                inputs = drawn[contestant.preset, heads] = draw(
-                    contestant.preset, batch=shape.batch, heads=heads, tokens=shape.tokens, head_dim=shape.head_dim,
-                    is_causal=shape.is_causal, dtype=judge.dtype, device=judge.device,
-                )  # fmt: skip
-            entries.append(enter(contestant, inputs, shape, judge, effort.slowest))
-        except LeftOut as error:
-            found.skipped.append({**_facts(contestant, shape, judge), "reason": str(error)})
-        except WrongResultError as error:
-            reason = {"reason": str(error), "error": error.errors}
-            found.failures.append({**_facts(contestant, shape, judge), **reason})
-    if not any(entry.contestant.is_baseline for entry in entries):
-        reasons = "; ".join(each["reason"] for each in [*found.failures, *found.skipped])
-        raise RuntimeError(f"a stock kernel must run at {shape}, got none: {reasons}")
-    if clock is None:
-        clock = StreamClock(judge.device) if judge.device.type == "cuda" else HostClock()
+    entries = enter_each(
+        contestants, shape, judge, found, lambda done, text: report(done, steps, text), draw_at,
+        lambda contestant, inputs: enter(contestant, inputs, shape, judge, effort.slowest),
+    )  # fmt: skip
+    need_baseline(found, [entry.contestant for entry in entries], shape)
+    clock = clock or usual_clock(judge.device)
     timings: dict[str, Timing] = {}
     light = [entry for entry in entries if not entry.is_heavy]
     for group in (light, *([entry] for entry in entries if entry.is_heavy)):
@@ -93,6 +76,49 @@ def compare(
     return found
 
 
+def enter_each(
+    contestants: Sequence[Contestant],
+    shape: Shape,
+    judge: Judge,
+    found: Comparison,
+    report: Callable[[int, str], None],
+    draw_inputs: Callable[[str, Shape, int, Judge], Inputs],
+    enter_one: Callable[[Contestant, Inputs], Entered],
+) -> list[Entered]:
+    """What ``enter_one`` makes of each contestant; those that are wrong or left out are noted in ``found``."""
+    drawn: dict[tuple[str, int], Inputs] = {}
+    entered = []
+    for number, contestant in enumerate(contestants):
+        report(number, f"checking {contestant.name}")
+        heads = shape.heads if contestant.is_baseline else shape.mixture_heads
+        try:
+            # All backends of a preset see the same numbers.
+            if (contestant.preset, heads) not in drawn:
+                drawn[contestant.preset, heads] = draw_inputs(contestant.preset, shape, heads, judge)
+            entered.append(enter_one(contestant, drawn[contestant.preset, heads]))
+        except LeftOut as error:
+            found.skipped.append({**facts_of(contestant, shape, judge), "reason": str(error)})
+        except WrongResultError as error:
+            reason = {"reason": str(error), "error": error.errors}
+            found.failures.append({**facts_of(contestant, shape, judge), **reason})
+    return entered
+
+
+def draw_at(preset: str, shape: Shape, heads: int, judge: Judge) -> Inputs:
+    """Inputs of a shape, but with so many heads."""
+    return draw(
+        preset, batch=shape.batch, heads=heads, tokens=shape.tokens, head_dim=shape.head_dim,
+        is_causal=shape.is_causal, dtype=judge.dtype, device=judge.device,
+    )  # fmt: skip
+
+
+def need_baseline(found: Comparison, entered: Sequence[Contestant], shape: Shape) -> None:
+    """Without a baseline there is nothing to compare with."""
+    if not any(contestant.is_baseline for contestant in entered):
+        reasons = "; ".join(each["reason"] for each in [*found.failures, *found.skipped])
+        raise RuntimeError(f"a stock kernel must run at {shape}, got none: {reasons}")
+
+
 def _add_records(
     found: Comparison, entries: list[Entry], timings: dict[str, Timing], shape: Shape, judge: Judge
 ) -> None:
@@ -100,7 +126,7 @@ def _add_records(
     stock = [entry for entry in entries if entry.contestant.is_baseline]
     ours = [entry for entry in entries if not entry.contestant.is_baseline]
     for entry in stock:
-        found.baselines.append({**_facts(entry.contestant, shape, judge), **_costs(entry, timings)})
+        found.baselines.append({**facts_of(entry.contestant, shape, judge), **_costs(entry, timings)})
     fastest = min(stock, key=lambda entry: timings[entry.forward.name].ms)
     fastest_training = min(stock, key=lambda entry: timings[entry.training.name].ms)
     baseline, baseline_training = timings[fastest.forward.name], timings[fastest_training.training.name]
@@ -109,7 +135,7 @@ def _add_records(
         forward, training = timings[entry.forward.name], timings[entry.training.name]
         plain = plain_heads.get(entry.contestant.backend)
         row = {
-            **_facts(entry.contestant, shape, judge),
+            **facts_of(entry.contestant, shape, judge),
             **_costs(entry, timings),
             "baseline": fastest.contestant.backend,
             "baseline_ms": baseline.ms,
@@ -125,7 +151,8 @@ def _add_records(
         found.rows.append(row)
 
 
-def _facts(contestant: Contestant, shape: Shape, judge: Judge) -> Record:
+def facts_of(contestant: Contestant, shape: Shape, judge: Judge) -> Record:
+    """Who was measured, where and at which shape."""
     who = {"kernel": contestant.backend, "heads": shape.heads}
     if not contestant.is_baseline:
         who = {"backend": contestant.backend, "heads": shape.mixture_heads, "baseline_heads": shape.heads}

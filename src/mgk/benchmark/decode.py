@@ -9,15 +9,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mgk.benchmark.attention import Comparison, Record
+from mgk.benchmark.attention import Comparison, enter_each, facts_of, need_baseline
 from mgk.benchmark.contestants import Contestant
-from mgk.benchmark.correctness import Judge, WrongResultError
-from mgk.benchmark.entry import LeftOut, refusals
+from mgk.benchmark.correctness import Judge
+from mgk.benchmark.entry import refusals
 from mgk.benchmark.inputs import Inputs, draw
 from mgk.benchmark.memory import peak_bytes
 from mgk.benchmark.shape import Shape
-from mgk.benchmark.timing import Candidate, Clock, Effort, HostClock, Report, StreamClock, Timing, no_report, take_turns
-from mgk.training.result import device_name
+from mgk.benchmark.timing import Candidate, Clock, Effort, Report, Timing, no_report, take_turns, usual_clock
 
 COPY = "copy"
 """The name of the candidate that says how fast memory is."""
@@ -59,25 +58,12 @@ def compare(
     """
     found = Comparison()
     total = len(contestants) + effort.rounds
-    drawn: dict[tuple[str, int], Inputs] = {}
-    steps: list[Step] = []
-    for number, contestant in enumerate(contestants):
-        report(number, total, f"checking {contestant.name}")
-        heads = shape.heads if contestant.is_baseline else shape.mixture_heads
-        try:
-            if (contestant.preset, heads) not in drawn:
-                drawn[contestant.preset, heads] = draw_step(contestant.preset, shape, heads, judge)
-            steps.append(_enter(contestant, drawn[contestant.preset, heads], judge))
-        except LeftOut as error:
-            found.skipped.append({**_facts(contestant, shape, judge), "reason": str(error)})
-        except WrongResultError as error:
-            reason = {"reason": str(error), "error": error.errors}
-            found.failures.append({**_facts(contestant, shape, judge), **reason})
-    if not any(step.contestant.is_baseline for step in steps):
-        reasons = "; ".join(each["reason"] for each in [*found.failures, *found.skipped])
-        raise RuntimeError(f"a stock kernel must run at {shape}, got none: {reasons}")
-    if clock is None:
-        clock = StreamClock(judge.device) if judge.device.type == "cuda" else HostClock()
+    steps = enter_each(
+        contestants, shape, judge, found, lambda done, text: report(done, total, text), draw_step,
+        lambda contestant, inputs: _enter(contestant, inputs, judge),
+    )  # fmt: skip
+    need_baseline(found, [step.contestant for step in steps], shape)
+    clock = clock or usual_clock(judge.device)
     copy, copied = _copy(judge.device)
     timings = take_turns(
         [*(step.candidate for step in steps), copy], clock, effort,
@@ -149,7 +135,8 @@ def _add_records(
         timing = timings[step.candidate.name]
         read_ms = step.cache_bytes / bytes_per_ms
         record = {
-            **_facts(step.contestant, shape, judge),
+            **facts_of(step.contestant, shape, judge),
+            "queries": 1,
             "forward_ms": timing.ms,
             "forward_device_ms": timing.device_ms,
             "forward_host_ms": timing.host_ms,
@@ -175,17 +162,3 @@ def _add_records(
                 "noise": max(timing.noise, baseline.noise),
             }
         )
-
-
-def _facts(contestant: Contestant, shape: Shape, judge: Judge) -> Record:
-    who = {"kernel": contestant.backend, "heads": shape.heads}
-    if not contestant.is_baseline:
-        who = {"backend": contestant.backend, "heads": shape.mixture_heads, "baseline_heads": shape.heads}
-    return {
-        "device": device_name(judge.device),
-        "dtype": str(judge.dtype).removeprefix("torch."),
-        **shape.facts(),
-        "queries": 1,
-        "preset": contestant.preset,
-        **who,
-    }

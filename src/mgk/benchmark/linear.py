@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mgk.benchmark.attention import Comparison, Record
+from mgk.benchmark.attention import Comparison, Record, draw_at, enter_each, facts_of
 from mgk.benchmark.contestants import Contestant
-from mgk.benchmark.correctness import Judge, WrongResultError
-from mgk.benchmark.entry import Entry, LeftOut, enter
-from mgk.benchmark.inputs import draw
+from mgk.benchmark.correctness import Judge
+from mgk.benchmark.entry import Entry, enter
 from mgk.benchmark.shape import Shape
-from mgk.benchmark.timing import Clock, Effort, HostClock, Report, StreamClock, Timing, no_report, take_turns
-from mgk.training.result import device_name
+from mgk.benchmark.timing import Clock, Effort, Report, Timing, no_report, take_turns, usual_clock
 
 DIRECTIONS = ("forward", "training")
 
@@ -37,23 +35,11 @@ def compare(
     """
     found = Comparison()
     total = len(contestants) + effort.rounds
-    entries: list[Entry] = []
-    for number, contestant in enumerate(contestants):
-        report(number, total, f"checking {contestant.name}")
-        heads = shape.heads if contestant.is_baseline else shape.mixture_heads
-        inputs = draw(
-            contestant.preset, batch=shape.batch, heads=heads, tokens=shape.tokens, head_dim=shape.head_dim,
-            is_causal=shape.is_causal, dtype=judge.dtype, device=judge.device,
-        )  # fmt: skip
-        try:
-            entries.append(enter(contestant, inputs, shape, judge, effort.slowest))
-        except LeftOut as error:
-            found.skipped.append({**_facts(contestant, shape, judge), "reason": str(error)})
-        except WrongResultError as error:
-            reason = {"reason": str(error), "error": error.errors}
-            found.failures.append({**_facts(contestant, shape, judge), **reason})
-    if clock is None:
-        clock = StreamClock(judge.device) if judge.device.type == "cuda" else HostClock()
+    entries = enter_each(
+        contestants, shape, judge, found, lambda done, text: report(done, total, text), draw_at,
+        lambda contestant, inputs: enter(contestant, inputs, shape, judge, effort.slowest),
+    )  # fmt: skip
+    clock = clock or usual_clock(judge.device)
     timings = take_turns(
         [candidate for entry in entries for candidate in (entry.forward, entry.training)], clock, effort,
         lambda done, _, text: report(len(contestants) + done, total, text),
@@ -77,7 +63,7 @@ def _add_records(
     for entry in entries:
         both = [timings[getattr(entry, direction).name] for direction in DIRECTIONS]
         record: Record = {
-            **_facts(entry.contestant, shape, judge),
+            **facts_of(entry.contestant, shape, judge),
             "peak_bytes": entry.peak_bytes,
             "samples": min(each.samples for each in both),
             "noise": max(each.noise for each in both),
@@ -127,16 +113,3 @@ def crossovers(records: Sequence[Record]) -> list[Record]:
                 first = tokens
             found.append({"preset": preset, "causal": causal, "direction": direction, "tokens": first})
     return found
-
-
-def _facts(contestant: Contestant, shape: Shape, judge: Judge) -> Record:
-    who = {"kernel": contestant.backend, "heads": shape.heads}
-    if not contestant.is_baseline:
-        who = {"backend": contestant.backend, "heads": shape.mixture_heads, "baseline_heads": shape.heads}
-    return {
-        "device": device_name(judge.device),
-        "dtype": str(judge.dtype).removeprefix("torch."),
-        **shape.facts(),
-        "preset": contestant.preset,
-        **who,
-    }

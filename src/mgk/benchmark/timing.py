@@ -139,6 +139,11 @@ class StreamClock:
         return start.elapsed_time(end) / self.calls
 
 
+def usual_clock(device: torch.device) -> Clock:
+    """For single calls on ``device``."""
+    return StreamClock(device) if device.type == "cuda" else HostClock()
+
+
 def take_turns(
     candidates: Sequence[Candidate], clock: Clock, effort: Effort, report: Report = no_report
 ) -> dict[str, Timing]:

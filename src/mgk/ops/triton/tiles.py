@@ -205,7 +205,7 @@ def unless_dropped(b_value, b_row_key, b_column_key, threshold):
     if _INTERPRETED:
         return tl.where(b_product.to(tl.uint32, bitcast=True) >= threshold, b_value, 0.0)
     # Written out, since LLVM gathers comparisons sixteen at a time into words, and then takes them apart again bit by
-    # bit: twice as many instructions as there are in the rest of a kernel.
+    # bit, which is more work than the comparisons.
     return tl.inline_asm_elementwise(
         "{ .reg .pred kept; setp.ge.u32 kept, $2, $3; selp.f32 $0, $1, 0f00000000, kept; }",
         "=f,f,r,r", [b_value, b_product, threshold.to(tl.uint32)], dtype=tl.float32, is_pure=True, pack=1,
