@@ -82,7 +82,8 @@ def test_what_is_measured_on_a_gpu():
     plan = make_linear_plan(torch.device("cuda"))
     assert (plan.presets, plan.backends) == (["mlk", "smlk"], ["triton"])
     assert {(shape.tokens, shape.head_dim, shape.is_causal) for shape in plan.shapes} == {
-        (tokens, dim, causal) for tokens in (4096, 65536) for dim in (32, 64) for causal in (False, True)
+        *((tokens, dim, causal) for tokens in (4096, 65536) for dim in (32, 64) for causal in (False, True)),
+        (16384, 64, True),
     }
     with pytest.raises(ValueError, match="--preset must be one of linear, mlk, smlk, got 'mgk'"):
         make_linear_plan(CPU, presets=["mgk"])

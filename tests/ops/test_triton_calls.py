@@ -114,10 +114,13 @@ def test_linear_attention(options, started):
     inputs = make_linear(dtype=HALF, device="cpu", queries=70, masked=True, **options)
     leaves = {name: t.requires_grad_() for name, t in inputs.items() if torch.is_tensor(t) and t.is_floating_point()}
     out = mgk.linear_mixture_attention(**inputs, backend="triton")
-    assert started == ["linear_states", "linear_forward"]
+    assert started == ["linear_states", "linear_add_states", "linear_forward"]
     started.clear()
     gradients = torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))
-    assert started == ["linear_backward_query", "linear_reverse_states", "linear_backward_key_value"]
+    assert started == [
+        "linear_backward_query", "linear_reverse_states", "linear_add_states", "linear_backward_key_value",
+        "linear_add_shares",
+    ]  # fmt: skip
     assert [gradient.shape for gradient in gradients] == [leaf.shape for leaf in leaves.values()]
 
 

@@ -51,9 +51,9 @@ class Contestant:
         return eager.peak_bytes(inputs) if self.backend in (EAGER, "math") else 0
 
 
-def baselines(device: torch.device) -> list[Contestant]:
-    """Softmax attention through each stock kernel that the device may have."""
-    names = KERNELS if device.type == "cuda" else ("flash", "math")
+def baselines(device: torch.device, names: Sequence[str] = tuple(KERNELS)) -> list[Contestant]:
+    """Softmax attention through each stock kernel that the device may have, of those named."""
+    names = [name for name in names if device.type == "cuda" or name in ("flash", "math")]
     return [
         Contestant(
             preset="softmax", backend=name, attention=_stock, is_baseline=True,

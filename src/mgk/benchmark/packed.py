@@ -19,7 +19,7 @@ from mgk.data.batches import Samples
 from mgk.data.store import Corpus
 from mgk.models import MGKConfig, MGKForSequenceClassification, architecture
 from mgk.training.result import device_name
-from mgk.training.task import Share
+from mgk.training.task import Share, choose_precision
 
 RECIPE = "lra/text"
 HEADS = 8
@@ -30,9 +30,11 @@ CALLS = 5
 """Steps in a row that one sample is the mean of."""
 
 # Relative errors against fp32 with materialised attention, one review at a time: of the loss, and RMS of the gradient
-# of all weights together.
+# of all weights together. Of an untrained model the gradients of reviews nearly cancel, and what half precision leaves
+# of their sum depends on the batch: there, a layout may be off by little more than reviews one at a time are.
 LOSS_CAP = {None: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
-GRADIENT_CAP = {None: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-1}
+GRADIENT_CAP = 1e-3
+OVER_ONE_BY_ONE = 1.25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ class ReaderStep(TrainingStep):
     """
 
     def __init__(
-        self, reader: Reader, batch: dict[str, Tensor], exact: tuple[float, Tensor], count: int, device: torch.device
+        self, reader: Reader, batch: dict[str, Tensor], alone: OneByOne, count: int, device: torch.device
     ) -> None:
         before = allocated_bytes(device)
         self.reader = reader
@@ -94,13 +96,14 @@ class ReaderStep(TrainingStep):
         super().__init__(make_model(config, device), batch, count, run)
         loss, gradient = self.loss_and_gradient()
         self.loss = float(loss)
-        self.loss_error = abs(self.loss - exact[0]) / abs(exact[0])
-        self.gradient_error = relative_error(gradient, exact[1].double())
-        errors = {"loss": self.loss_error, "gradient": self.gradient_error}
-        for name, cap in (("loss", LOSS_CAP[self.precision]), ("gradient", GRADIENT_CAP[self.precision])):
-            if not errors[name] <= cap:
-                reason = f"the error of the {name} must be at most {cap:g}, got {errors[name]:.2g}"
-                raise WrongResultError(reason, errors)
+        self.loss_error = abs(self.loss - alone.loss) / abs(alone.loss)
+        self.gradient_error = relative_error(gradient, alone.gradient.double())
+        self.errors = {"loss": self.loss_error, "gradient": self.gradient_error, "gradient_one_by_one": alone.error}
+        gradient_cap = GRADIENT_CAP + OVER_ONE_BY_ONE * alone.error
+        for name, cap in (("loss", LOSS_CAP[self.precision]), ("gradient", gradient_cap)):
+            if not self.errors[name] <= cap:
+                reason = f"the error of the {name} must be at most {cap:.2g}, got {self.errors[name]:.2g}"
+                raise WrongResultError(reason, self.errors)
         self.peak_bytes = self.measure_peak(before)
         self.is_recorded = self.record()
         self.candidate = Candidate(name=reader.name, call=self.train)
@@ -112,15 +115,38 @@ def make_model(config: MGKConfig, device: torch.device) -> MGKForSequenceClassif
     return MGKForSequenceClassification(config).to(device)
 
 
-def one_by_one(reader: Reader, batch: dict[str, Tensor], count: int, device: torch.device) -> tuple[float, Tensor]:
-    """Loss and gradient in fp32 with attention as the paper writes it, every review of a packed batch alone."""
-    _, config = reader.configurations()
+@dataclass(frozen=True, kw_only=True)
+class OneByOne:
+    """What every review alone gives, with attention as the paper writes it."""
+
+    loss: float
+    """In fp32."""
+    gradient: Tensor
+    """Likewise."""
+    error: float
+    """Of the gradient in the precision of training; 0 in fp32."""
+
+
+def one_by_one(reader: Reader, batch: dict[str, Tensor], count: int, device: torch.device) -> OneByOne:
+    """Every review of a packed batch alone."""
+    run, config = reader.configurations()
+    loss, gradient = _one_by_one(config, batch, count, device, None)
+    precision, error = choose_precision(run.training.precision, device), 0.0
+    if precision is not None:
+        error = relative_error(_one_by_one(config, batch, count, device, precision)[1], gradient.double())
+    return OneByOne(loss=loss, gradient=gradient, error=error)
+
+
+def _one_by_one(
+    config: MGKConfig, batch: dict[str, Tensor], count: int, device: torch.device, precision: torch.dtype | None
+) -> tuple[float, Tensor]:
     model = make_model(config, device).train()
     model.set_attn_implementation("eager")
     bounds, total = batch["cu_seq_lens_q"].tolist(), 0.0
     for row in range(count):
         tokens = batch["input_ids"][:, bounds[row] : bounds[row + 1]]
-        loss = model(input_ids=tokens, labels=batch["labels"][row : row + 1], num_items_in_batch=count).loss
+        with torch.autocast(device.type, precision, enabled=precision is not None):
+            loss = model(input_ids=tokens, labels=batch["labels"][row : row + 1], num_items_in_batch=count).loss
         loss.backward()
         total += float(loss.detach())
     return total, torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
@@ -150,14 +176,14 @@ def compare(
     found = Comparison()
     total = len(chosen) + effort.rounds
     batches = {layout: reviews(corpus, layout, count, device) for layout in LAYOUTS}
-    exact: dict[str, tuple[float, Tensor]] = {}
+    alone: dict[str, OneByOne] = {}
     steps: list[ReaderStep] = []
     for number, reader in enumerate(chosen):
         report(number, total, f"checking {reader.name}")
         try:
-            if reader.attention not in exact:
-                exact[reader.attention] = one_by_one(reader, batches["packed"], count, device)
-            step = ReaderStep(reader, batches[reader.layout], exact[reader.attention], count, device)
+            if reader.attention not in alone:
+                alone[reader.attention] = one_by_one(reader, batches["packed"], count, device)
+            step = ReaderStep(reader, batches[reader.layout], alone[reader.attention], count, device)
             step.candidate.call()
             steps.append(step)
         except WrongResultError as error:
@@ -215,7 +241,7 @@ def _record(step: ReaderStep, timing: Timing, batches: dict[str, dict[str, Tenso
         "dtype": str(step.precision or torch.float32).removeprefix("torch."),
         "training_ms": timing.ms,
         "loss": step.loss,
-        "error": {"loss": step.loss_error, "gradient": step.gradient_error},
+        "error": step.errors,
         "peak_bytes": step.peak_bytes,
         "is_recorded": step.is_recorded,
         "samples": timing.samples,

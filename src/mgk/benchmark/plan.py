@@ -31,11 +31,15 @@ CUDA_SHAPES = (
     Shape(batch=4, heads=16, tokens=16384, head_dim=64, is_causal=True),
 )
 # Both of the paper's families of lengths: the Long Range Arena's, and one that softmax cannot afford.
-LINEAR_CUDA_SHAPES = tuple(
-    Shape(batch=batch, heads=8, tokens=tokens, head_dim=head_dim, is_causal=is_causal)
-    for batch, tokens in ((32, 4096), (4, 65536))
-    for head_dim in (32, 64)
-    for is_causal in (False, True)
+LINEAR_CUDA_SHAPES = (
+    *(
+        Shape(batch=batch, heads=8, tokens=tokens, head_dim=head_dim, is_causal=is_causal)
+        for batch, tokens in ((32, 4096), (4, 65536))
+        for head_dim in (32, 64)
+        for is_causal in (False, True)
+    ),
+    # In the second, mixtures have as many heads as softmax has in the first.
+    *(Shape(batch=4, heads=heads, tokens=16384, head_dim=64, is_causal=True) for heads in (8, 16)),
 )
 LINEAR_CPU_SHAPES = (
     Shape(batch=1, heads=8, tokens=1024, head_dim=32),
@@ -57,6 +61,7 @@ CPU_SHAPES = (
 )
 CPU_QUICK_SHAPES = (Shape(batch=1, heads=4, tokens=256, head_dim=32),)
 CUDA_LENGTHS = lengths(Shape(batch=1, heads=8, tokens=512, head_dim=64, is_causal=True), 131072)
+LINEAR_CUDA_LENGTHS = lengths(CUDA_LENGTHS[0], 16384)
 CPU_LENGTHS = lengths(Shape(batch=1, heads=4, tokens=256, head_dim=32, is_causal=True), 2048)
 CPU_QUICK_LENGTHS = lengths(Shape(batch=1, heads=2, tokens=64, head_dim=16, is_causal=True), 256)
 
@@ -171,7 +176,7 @@ def make_linear_plan(
         if name not in LINEAR_PRESETS:
             raise ValueError(f"--preset must be one of {', '.join(LINEAR_PRESETS)}, got {name!r}")
     usual = LINEAR_CUDA_SHAPES if is_cuda else LINEAR_CPU_SHAPES
-    lengths_of = CUDA_LENGTHS if is_cuda else CPU_QUICK_LENGTHS if quick else CPU_LENGTHS
+    lengths_of = LINEAR_CUDA_LENGTHS if is_cuda else CPU_QUICK_LENGTHS if quick else CPU_LENGTHS
     return Plan(
         presets=[name for name in presets or LINEAR_PRESETS if name != "linear"],
         backends=["triton" if is_cuda else "chunked"],

@@ -23,6 +23,8 @@ from mgk.ops.packed import (
 from mgk.ops.validation import check_choice, make_problem
 
 LINEAR_BACKENDS = ("auto", "reference", "chunked", "triton")
+# Below this, what is left to do is less than what starting several kernels takes.
+FEW_QUERIES = 16
 NORMALIZATIONS = ("sum", "length")
 
 
@@ -187,18 +189,34 @@ def _make(
     return LinearProblem(mixture, resolve(feature_map, query.shape[-1], normalization), normalization, state)
 
 
-def _attend_fused(problem: LinearProblem, wants_state: bool) -> tuple[Tensor, Any]:
+def _fused_unsupported(problem: LinearProblem, wants_state: bool) -> str | None:
+    """What the fused kernels cannot do of a call, or ``None``."""
     mixture = problem.mixture
-    reason = fused_unsupported(mixture)
     tensors = (mixture.query, mixture.key, mixture.value, mixture.shift, mixture.log_prior, problem.state)
+    reason = fused_unsupported(mixture)
     if wants_state and torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors):
         reason = "a state with gradients"
     if reason is None:
         from mgk.ops.triton import linear_operator
 
         reason = linear_operator.unsupported(problem)
+    return reason
+
+
+def _is_fused_best(problem: LinearProblem, wants_state: bool) -> bool:
+    query = problem.mixture.query
+    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return query.shape[2] >= FEW_QUERIES and _fused_unsupported(problem, wants_state) is None
+
+
+def _attend_fused(problem: LinearProblem, wants_state: bool) -> tuple[Tensor, Any]:
+    mixture = problem.mixture
+    reason = _fused_unsupported(problem, wants_state)
     if reason is not None:
         raise ValueError(f"backend='triton' cannot do {reason}: use 'auto', 'chunked' or 'reference'")
+    from mgk.ops.triton import linear_operator
+
     if wants_state:
         if mixture.is_empty:
             return _attend(problem, "chunked")
@@ -206,7 +224,8 @@ def _attend_fused(problem: LinearProblem, wants_state: bool) -> tuple[Tensor, An
             return linear_operator.attention_and_state(problem)
     if mixture.is_empty:
         out = mixture.query.new_zeros(*mixture.query.shape[:3], mixture.value.shape[-1])
-        return with_zero_gradients(out, *tensors[:-1]), None
+        tensors = (mixture.query, mixture.key, mixture.value, mixture.shift, mixture.log_prior)
+        return with_zero_gradients(out, *tensors), None
     with without_autocast(mixture):
         return linear_operator.attention(problem), None
 
@@ -217,7 +236,7 @@ def _attend(problem: LinearProblem, backend: str, wants_state: bool = False) -> 
     mixture = problem.mixture
     if problem.state is not None:
         _check_state(problem)
-    if backend == "triton":
+    if backend == "triton" or (backend == "auto" and _is_fused_best(problem, wants_state)):
         return _attend_fused(problem, wants_state)
     implementation = linear_reference if backend == "reference" else linear_chunked
     with without_autocast(mixture):

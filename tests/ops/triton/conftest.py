@@ -7,6 +7,7 @@ import os
 import zlib
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from triton_cases import INTERPRETED
@@ -49,6 +50,54 @@ def _swift_interpreter(_kernels_run_here: None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(interpreter, "_patch_builtin", patch_builtins)
         monkeypatch.setattr("mgk.ops.triton.call.PADDING", 16)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _guarded_memory(_swift_interpreter: None) -> Iterator[None]:
+    """Whatever a kernel reads or writes must lie inside one of the tensors it was given: a GPU may say nothing."""
+    if not INTERPRETED:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    bring, load, store = executor._init_args_hst, builder.create_masked_load, builder.create_masked_store
+    starts, ends = np.zeros(0, np.uint64), np.zeros(0, np.uint64)
+
+    def bring_and_remember(self, args, kwargs):
+        nonlocal starts, ends
+        brought = bring(self, args, kwargs)
+        tensors = [getattr(each, "base", each) for each in (*brought[0], *brought[1].values())]
+        spans = {
+            (each.untyped_storage().data_ptr(), each.untyped_storage().nbytes())
+            for each in tensors
+            if isinstance(each, torch.Tensor)
+        }
+        starts = np.array(sorted(start for start, _ in spans), np.uint64)
+        ends = np.array([start + size for start, size in sorted(spans)], np.uint64)
+        return brought
+
+    def check(pointers, mask):
+        used = pointers.data[mask.data]
+        if used.size:
+            size = pointers.get_element_ty().primitive_bitwidth // 8
+            span = np.searchsorted(starts, used, side="right").astype(np.int64) - 1
+            outside = (span < 0) | (used + np.uint64(size) > ends[np.maximum(span, 0)])
+            assert not outside.any(), f"{outside.sum()} of {used.size} addresses lie outside of every tensor"
+
+    def checked_load(self, pointers, mask, *rest, **options):
+        check(pointers, mask)
+        return load(self, pointers, mask, *rest, **options)
+
+    def checked_store(self, pointers, value, mask, *rest, **options):
+        check(pointers, mask)
+        return store(self, pointers, value, mask, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(executor, "_init_args_hst", bring_and_remember)
+        monkeypatch.setattr(builder, "create_masked_load", checked_load)
+        monkeypatch.setattr(builder, "create_masked_store", checked_store)
         yield
 
 

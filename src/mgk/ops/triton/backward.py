@@ -31,6 +31,7 @@ from mgk.ops.triton.tiles import (
     unless_dropped,
     visible_keys,
     visible_queries,
+    weight_of,
 )
 
 
@@ -278,7 +279,7 @@ def _gather_key_value(
         # Only the biases compete: `alpha` and `rho` are how far the second row and column exceed the first.
         b_difference = tl.load(p_alpha + o_i)[None, :] + b_rho[:, None]
         b_share = first_share(b_difference)
-        b_weight = tl.math.exp2(b_logit + tl.maximum(b_difference, 0.0))
+        b_weight = weight_of(b_logit + tl.maximum(b_difference, 0.0), b_query)
     elif HARD and M == 2:
         b_other = b_product
         if not SHARED:
@@ -287,7 +288,7 @@ def _gather_key_value(
             p_row, p_column + (1 - i_component) * padded_keys if HAS_COLUMN else p_column, 1 - i_component, o_i, o_j,
             b_reference, padded_queries, HAS_ROW, HAS_COLUMN, False, True,
         )  # fmt: skip
-        b_weight = first_share(b_other - finite(b_logit)) * tl.math.exp2(b_logit)
+        b_weight = first_share(b_other - finite(b_logit)) * weight_of(b_logit, b_query)
     elif HARD and M > 2:
         b_best = tl.full([BLOCK_J, BLOCK_I], float("-inf"), tl.float32)
         b_ties = tl.zeros([BLOCK_J, BLOCK_I], tl.float32)
@@ -299,9 +300,9 @@ def _gather_key_value(
             )  # fmt: skip
             b_ties = tl.where(b_other > b_best, 1.0, b_ties + (b_other == b_best).to(tl.float32))
             b_best = tl.maximum(b_best, b_other)
-        b_weight = tl.where(b_logit >= b_best, tl.math.exp2(b_logit) / b_ties, 0.0)
+        b_weight = tl.where(b_logit >= b_best, weight_of(b_logit, b_query) / b_ties, 0.0)
     else:
-        b_weight = tl.math.exp2(b_logit)
+        b_weight = weight_of(b_logit, b_query)
     if CAUSAL or HAS_MASK:
         b_seen = is_visible(
             o_i[None, :], o_j[:, None], p_mask, stride_mask_row, stride_mask_column, causal_offset, num_queries,
@@ -317,7 +318,8 @@ def _gather_key_value(
         if WIDE:
             b_difference = tl.load(p_row + padded_queries + o_i) - tl.load(p_row + o_i)
             b_step = tl.load(p_column + padded_keys + o_j)
-            b_other = tl.math.exp2(b_product * scale + ((b_difference - b_reference)[None, :] + b_step[:, None]))
+            b_other = b_product * scale + ((b_difference - b_reference)[None, :] + b_step[:, None])
+            b_other = weight_of(b_other, b_query)
             if CAUSAL or HAS_MASK:
                 b_other = tl.where(b_seen, b_other, 0.0)
             b_kept_other = b_other
@@ -522,9 +524,10 @@ def _gather_query(
             b_difference = b_alpha[:, None] + tl.load(p_rho + o_j)[None, :]
             b_share = first_share(b_difference)
             b_bias = tl.load(p_column + o_j)[None, :] - b_reference[:, None]
-            b_weight = tl.math.exp2(b_product * scale + b_bias + tl.maximum(b_difference, 0.0))
+            b_weight = weight_of(b_product * scale + b_bias + tl.maximum(b_difference, 0.0), b_query)
         else:
-            b_weight = tl.math.exp2(b_product * scale + (tl.load(p_column + o_j)[None, :] - b_reference[:, None]))
+            b_logit = b_product * scale + (tl.load(p_column + o_j)[None, :] - b_reference[:, None])
+            b_weight = weight_of(b_logit, b_query)
         if CAUSAL or HAS_MASK:
             # An unseen key may be infinitely likely: 0 times it must stay 0.
             b_weight = tl.where(b_seen, b_weight, 0.0)
@@ -536,7 +539,7 @@ def _gather_query(
             b_difference = tl.load(p_row + padded_queries + o_i) - tl.load(p_row + o_i)
             b_step = tl.load(p_column + padded_keys + o_j)
             b_other = b_product * scale + ((b_difference - b_reference)[:, None] + b_step[None, :])
-            b_weight = tl.math.exp2(b_other)
+            b_weight = weight_of(b_other, b_query)
             if CAUSAL or HAS_MASK:
                 b_weight = tl.where(b_seen, b_weight, 0.0)
             b_grad_logit = b_first + b_weight * b_grad_weight
@@ -556,7 +559,7 @@ def _gather_query(
             p_row, p_column + padded_keys if HAS_COLUMN else p_column, 1, o_i, o_j, b_reference, padded_queries,
             HAS_ROW, HAS_COLUMN, True, True,
         )  # fmt: skip
-        b_weight = tl.math.exp2(tl.maximum(b_first, b_second))
+        b_weight = weight_of(tl.maximum(b_first, b_second), b_query)
         if CAUSAL or HAS_MASK:
             b_weight = tl.where(b_seen, b_weight, 0.0)
         b_share = first_share(b_second - b_first)
@@ -595,7 +598,7 @@ def _gather_query(
                 p_row, p_column + r * padded_keys if HAS_COLUMN else p_column, r, o_i, o_j, b_reference, padded_queries,
                 HAS_ROW, HAS_COLUMN, True,
             )  # fmt: skip
-            b_weight = tl.math.exp2(b_logit)
+            b_weight = weight_of(b_logit, b_query)
             if HARD and M > 2:
                 b_weight = tl.where(b_logit == b_best, b_weight / b_ties, 0.0)
             if CAUSAL or HAS_MASK:

@@ -118,17 +118,19 @@ def decode_split(
         )  # fmt: skip
     if HAS_KEY_MASK:
         # Blocks of which some keys are masked: those before the others and those after them, or all if there are gaps.
-        before = (first_full - first_key) // BLOCK_J
-        after = (end_key - end_full + BLOCK_J - 1) // BLOCK_J
+        # So small that they are no work for a warp group: of that, Triton 3.6 made reads outside of shared memory here.
+        PART: tl.constexpr = min(BLOCK_J, 32)
+        before = (first_full - first_key) // PART
+        after = (end_key - end_full + PART - 1) // PART
         for i in range(before + after):
-            o_first = tl.where(i < before, first_key + i * BLOCK_J, end_full + (i - before) * BLOCK_J)
+            o_first = tl.where(i < before, first_key + i * PART, end_full + (i - before) * PART)
             b_out, b_sum, b_maximum = _attend_to_cache(
                 b_out, b_sum, b_maximum, b_query, b_rows, b_constant, d_key, d_value, p_key, p_value, p_shift, p_prior,
                 p_scale, p_key_mask, i_batch, i_kv_head, i_query, m_row, o_half, o_first, end_key,
                 stride_key_component, stride_key_token, stride_value_token, stride_prior_head, stride_prior_component,
                 stride_prior_token, stride_mask_batch, stride_mask_key, scale, num_queries, num_keys, width,
                 value_width,
-                M, SHARED, HARD, GAUSSIAN, EQUAL, HAS_SHIFT, PRIOR_BY_KEY, True, CAUSAL, PRECISION, BLOCK_J, D, DV,
+                M, SHARED, HARD, GAUSSIAN, EQUAL, HAS_SHIFT, PRIOR_BY_KEY, True, CAUSAL, PRECISION, PART, D, DV,
             )  # fmt: skip
 
     o_own = (i_kv.to(tl.int64) * num_splits + i_split) * num_rows + o_row

@@ -6,13 +6,18 @@ With ``f_j = sum_r prior_r phi(k_jr)``, which is formed in registers and never w
     total   t_i = u_i . z          (or the square root of the number of keys)
     out     o_i = u_i S / t_i
 
-    g_i = dO_i / t_i               delta_i = -dO_i . o_i / t_i
-    du_i = S g_i + delta_i z       R = sum_i u_i g_i^T    y = sum_i delta_i u_i        queries from j on
-    df_j = R v_j + y               dv_j = R^T f_j
+    delta_i = -dO_i . o_i / t_i
+    du_i = S dO_i / t_i + delta_i z     R = sum_i u_i / t_i dO_i^T    y = sum_i delta_i u_i    queries from j on
+    df_j = R v_j + y                    dv_j = R^T f_j
 
-Without causality there is one state for all. With it, a sequence is cut into segments: one kernel leaves the state of
-each, the host adds them up, and another walks through the segments at the same time, chunk by chunk: within a chunk
-every pair is formed, from chunk to chunk the state goes on in registers. Backward does the same, keys from the end.
+A sequence is cut into segments: one kernel leaves the state of each, a small one adds them up, and another walks
+through the segments at the same time. Under causality it goes on chunk by chunk: within a chunk every pair is formed,
+from chunk to chunk the state goes on in registers. Backward does the same, keys from the end.
+
+A state is one row of numbers, ``D * Dv`` for ``S`` or ``R`` and ``D`` for ``z`` or ``y``, all in fp32. Of bf16 tokens
+the matrix units are given bf16; values and ``dO`` so enter as they are, and what ``t`` divides is divided afterwards.
+Of fp16 tokens they are given tf32: the sum of a long sequence would not fit. ``EVEN``: heads are as wide as blocks,
+so that rows are read and written by the 16 bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.tiles import VARYING_WITH_WIDTH, load_rows
+from mgk.ops.triton.tiles import VARYING_WITH_WIDTH, exp_once, load_rows
 
 LINEAR_VARYING = [*VARYING_WITH_WIDTH, "num_segments", "blocks_per_segment", "stride_key_component", "num_samples"]
 
@@ -29,16 +34,29 @@ LINEAR_VARYING = [*VARYING_WITH_WIDTH, "num_segments", "blocks_per_segment", "st
 def features(b_x, MAP: tl.constexpr):
     """``phi``, see :mod:`mgk.ops.feature_maps`."""
     if MAP == "elu":
-        return tl.where(b_x > 0.0, b_x + 1.0, tl.exp(tl.minimum(b_x, 0.0)))
+        return tl.maximum(b_x, 0.0) + exp_once(tl.minimum(b_x, 0.0))
     return tl.maximum(b_x, 0.0)
 
 
 @triton.jit
-def slopes(b_x, MAP: tl.constexpr):
-    """Its derivative."""
+def slopes(b_features, MAP: tl.constexpr):
+    """Its derivative where it takes these values: of both maps they tell it."""
     if MAP == "elu":
-        return tl.where(b_x > 0.0, 1.0, tl.exp(tl.minimum(b_x, 0.0)))
-    return tl.where(b_x > 0.0, 1.0, 0.0)
+        return tl.minimum(b_features, 1.0)
+    return tl.where(b_features > 0.0, 1.0, 0.0)
+
+
+@triton.jit
+def _rows_apart(p_tokens, stride):
+    """A stride of which the compiler knows that rows start at multiples of 16 bytes, as ``load_rows`` tells it."""
+    STEP: tl.constexpr = 128 // p_tokens.dtype.element_ty.primitive_bitwidth
+    return (stride // STEP * STEP).to(tl.int64)
+
+
+@triton.jit
+def _operand(b_x, p_tokens):
+    """What the matrix units are given for tokens of this type."""
+    return b_x.to(tl.bfloat16 if p_tokens.dtype.element_ty == tl.bfloat16 else tl.float32)
 
 
 @triton.jit
@@ -53,17 +71,20 @@ def _component(
     b_key, p_shift, p_prior, p_key_mask, i_batch, i_kv_head, i_component, o_first, stride_prior_head,
     stride_prior_component, stride_prior_token, num_keys, width,
     M: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr, MAP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """One component: its keys in fp32, and how much it weighs, ``[ROWS, D]``: 0 at masked keys and beyond the end."""
+    """``phi(k_jr) [ROWS, D]``, 0 beyond the width, and ``prior_r [ROWS]``, 0 at masked keys and beyond the end."""
     o_j = o_first + tl.arange(0, ROWS)
     o_d = tl.arange(0, D)
-    b_x = b_key.to(tl.float32)
-    if HAS_SHIFT:
-        b_x += tl.load(p_shift + (i_kv_head * M + i_component) * width + o_d, mask=o_d < width, other=0.0)[None, :]
     b_seen = o_j < num_keys
     if HAS_KEY_MASK:
         b_seen = b_seen & (tl.load(p_key_mask + i_batch.to(tl.int64) * num_keys + o_j, mask=b_seen, other=0) != 0)
+    b_x = b_key.to(tl.float32)
+    if HAS_SHIFT:
+        b_x += tl.load(p_shift + (i_kv_head * M + i_component) * width + o_d, mask=o_d < width, other=0.0)[None, :]
+    if HAS_KEY_MASK:
+        # What stands at masked keys may be anything.
+        b_x = tl.where(b_seen[:, None], b_x, 0.0)
     b_weight = tl.where(b_seen, 1.0 / M, 0.0)
     if HAS_PRIOR:
         p_own = p_prior + i_kv_head * stride_prior_head + i_component * stride_prior_component
@@ -72,7 +93,7 @@ def _component(
             b_weight = tl.exp(b_prior)
         else:
             b_weight = tl.where(b_seen, tl.exp(tl.load(p_own)), 0.0)
-    return b_x, tl.where((o_d < width)[None, :], b_weight[:, None], 0.0)
+    return tl.where((o_d < width)[None, :], features(b_x, MAP), 0.0), b_weight
 
 
 @triton.jit
@@ -85,23 +106,19 @@ def _merged_features(
 ):  # fmt: skip
     """``f``, ``[ROWS, D]`` in fp32."""
     b_total = tl.zeros([ROWS, D], tl.float32)
-    b_key = load_rows(
-        p_key, stride_key_batch, stride_key_head, stride_key_token, i_batch, i_kv_head, o_first, num_keys, width,
-        ROWS, D,
-    )  # fmt: skip
+    b_key = tl.zeros([ROWS, D], p_key.dtype.element_ty)
     for r in tl.static_range(M):
-        if r > 0 and not HAS_SHIFT:
+        if r == 0 or not HAS_SHIFT:
             b_key = load_rows(
-                p_key + r * stride_key_component.to(tl.int64), stride_key_batch, stride_key_head, stride_key_token,
-                i_batch, i_kv_head, o_first, num_keys, width, ROWS, D,
+                p_key + r * _rows_apart(p_key, stride_key_component), stride_key_batch, stride_key_head,
+                stride_key_token, i_batch, i_kv_head, o_first, num_keys, width, ROWS, D,
             )  # fmt: skip
-        b_x, b_weight = _component(
+        b_own, b_weight = _component(
             b_key, p_shift, p_prior, p_key_mask, i_batch, i_kv_head, r, o_first, stride_prior_head,
             stride_prior_component, stride_prior_token, num_keys, width,
-            M, HAS_SHIFT, HAS_PRIOR, PRIOR_BY_KEY, HAS_KEY_MASK, ROWS, D,
+            M, HAS_SHIFT, HAS_PRIOR, PRIOR_BY_KEY, HAS_KEY_MASK, MAP, ROWS, D,
         )  # fmt: skip
-        # What stands at masked keys may be anything.
-        b_total += tl.where(b_weight > 0.0, b_weight * features(b_x, MAP), 0.0)
+        b_total += b_own * b_weight[:, None]
     return b_total
 
 
@@ -110,10 +127,11 @@ def _load_values(
     p_value, p_key_mask, i_batch, i_kv_head, o_first, stride_batch, stride_head, stride_token, num_keys, value_width,
     HAS_KEY_MASK: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """``v`` in fp32, 0 at masked keys."""
+    """``v`` as an operand, 0 at masked keys."""
     b_value = load_rows(
         p_value, stride_batch, stride_head, stride_token, i_batch, i_kv_head, o_first, num_keys, value_width, ROWS, DV
-    ).to(tl.float32)
+    )
+    b_value = _operand(b_value, p_value)
     if HAS_KEY_MASK:
         o_j = o_first + tl.arange(0, ROWS)
         p_mask = p_key_mask + i_batch.to(tl.int64) * num_keys + o_j
@@ -121,23 +139,40 @@ def _load_values(
     return b_value
 
 
+@triton.jit
+def _store_state(p_state, i, b_state, b_total, D: tl.constexpr, DV: tl.constexpr):
+    o_d, o_v = tl.arange(0, D), tl.arange(0, DV)
+    p_state += i.to(tl.int64) * (D * DV + D)
+    tl.store(p_state + o_d[:, None] * DV + o_v[None, :], b_state)
+    tl.store(p_state + D * DV + o_d, b_total)
+
+
+@triton.jit
+def _load_state(p_state, i, D: tl.constexpr, DV: tl.constexpr):
+    o_d, o_v = tl.arange(0, D), tl.arange(0, DV)
+    p_state += i.to(tl.int64) * (D * DV + D)
+    return tl.load(p_state + o_d[:, None] * DV + o_v[None, :]), tl.load(p_state + D * DV + o_d)
+
+
 @triton.jit(do_not_specialize=LINEAR_VARYING)
 def linear_states(
-    p_key, p_value, p_shift, p_prior, p_key_mask, p_state, p_total, stride_key_batch, stride_key_head,
-    stride_key_component, stride_key_token, stride_value_batch, stride_value_head, stride_value_token,
-    stride_prior_head, stride_prior_component, stride_prior_token, num_kv_heads, num_keys, num_segments,
-    blocks_per_segment, width, value_width,
+    p_key, p_value, p_shift, p_prior, p_key_mask, p_state, stride_key_batch, stride_key_head, stride_key_component,
+    stride_key_token, stride_value_batch, stride_value_head, stride_value_token, stride_prior_head,
+    stride_prior_component, stride_prior_token, num_kv_heads, num_keys, num_segments, blocks_per_segment, width,
+    value_width,
     M: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr, MAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr,
+    DV: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """One program for one segment of one head: ``state [B, Hkv, segments, D, Dv]`` and ``total [.., D]``."""
+    """One program for one segment of the keys of one head: its state, ``[B, Hkv, segments, state]``."""
+    if EVEN:
+        width, value_width = D, DV
     i_segment = tl.program_id(0) % num_segments
     i_kv = tl.program_id(0) // num_segments
     i_batch = i_kv // num_kv_heads
     i_kv_head = i_kv % num_kv_heads
     b_state = tl.zeros([D, DV], tl.float32)
-    b_total = tl.zeros([D], tl.float32)
+    b_sum = tl.zeros([BLOCK, D], tl.float32)
     first = i_segment * blocks_per_segment * BLOCK
     for o_first in tl.range(first, tl.minimum(first + blocks_per_segment * BLOCK, num_keys), BLOCK):
         b_features = _merged_features(
@@ -150,43 +185,59 @@ def linear_states(
             p_value, p_key_mask, i_batch, i_kv_head, o_first, stride_value_batch, stride_value_head,
             stride_value_token, num_keys, value_width, HAS_KEY_MASK, BLOCK, DV,
         )  # fmt: skip
-        b_state = tl.dot(b_features.T, b_value, b_state, input_precision=PRECISION)
-        b_total += tl.sum(b_features, 0)
-    o_d, o_v = tl.arange(0, D), tl.arange(0, DV)
-    i = tl.program_id(0).to(tl.int64)
-    tl.store(p_state + i * D * DV + o_d[:, None] * DV + o_v[None, :], b_state)
-    tl.store(p_total + i * D + o_d, b_total)
+        b_state = tl.dot(_operand(b_features, p_key).T, b_value, b_state, input_precision=PRECISION)
+        # Rows are added up at the end: threads would have to meet for it in every block.
+        b_sum += b_features
+    _store_state(p_state, tl.program_id(0), b_state, tl.sum(b_sum, 0), D, DV)
 
 
-@triton.jit
-def _load_state(p_state, p_total, i, D: tl.constexpr, DV: tl.constexpr):
-    o_d, o_v = tl.arange(0, D), tl.arange(0, DV)
-    return tl.load(p_state + i * D * DV + o_d[:, None] * DV + o_v[None, :]), tl.load(p_total + i * D + o_d)
+@triton.jit(do_not_specialize=["num_segments"])
+def linear_add_states(
+    p_state, p_initial, p_sums, num_segments,
+    CAUSAL: tl.constexpr, REVERSE: tl.constexpr, HAS_INITIAL: tl.constexpr, STATE: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """One program for some numbers of the states of one head: under causality what each segment finds that is begun
+    with (``REVERSE``: from the end) and, last, what all leave, ``[heads, segments + 1, state]``; else that alone."""
+    PARTS: tl.constexpr = (STATE + TOGETHER - 1) // TOGETHER
+    i_head = (tl.program_id(0) // PARTS).to(tl.int64)
+    o_part = (tl.program_id(0) % PARTS) * TOGETHER + tl.arange(0, TOGETHER)
+    m_part = o_part < STATE
+    b_sum = tl.zeros([TOGETHER], tl.float32)
+    if HAS_INITIAL:
+        b_sum += tl.load(p_initial + i_head * STATE + o_part, mask=m_part, other=0.0)
+    p_own = p_sums + i_head * ((num_segments + 1) if CAUSAL else 1) * STATE + o_part
+    for i in range(num_segments):
+        i_segment = num_segments - 1 - i if REVERSE else i
+        if CAUSAL:
+            tl.store(p_own + i_segment * STATE, b_sum, mask=m_part)
+        b_sum += tl.load(p_state + (i_head * num_segments + i_segment) * STATE + o_part, mask=m_part, other=0.0)
+    tl.store(p_own + (num_segments if CAUSAL else 0) * STATE, b_sum, mask=m_part)
 
 
 @triton.jit(do_not_specialize=LINEAR_VARYING)
 def linear_forward(
-    p_query, p_key, p_value, p_out, p_shift, p_prior, p_key_mask, p_state, p_total, p_length, p_normaliser,
+    p_query, p_key, p_value, p_out, p_shift, p_prior, p_key_mask, p_state, p_length, p_normaliser,
     stride_query_batch, stride_query_head, stride_query_token, stride_key_batch, stride_key_head,
     stride_key_component, stride_key_token, stride_value_batch, stride_value_head, stride_value_token,
-    stride_out_batch, stride_out_head, stride_out_token, stride_prior_head, stride_prior_component,
-    stride_prior_token, num_heads, group_size, num_queries, num_keys, num_segments, blocks_per_segment, width,
-    value_width,
+    stride_prior_head, stride_prior_component, stride_prior_token, num_heads, group_size, num_queries, num_keys,
+    num_segments, blocks_per_segment, width, value_width,
     M: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, BY_SUM: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """One program for one segment of the queries of one head: ``out`` and the normaliser ``t [B, H, Nq]``.
+    """One program for one segment of the queries of one head: ``out``, contiguous, and the normaliser ``t [B, H, Nq]``.
 
-    ``p_state``, ``p_total``: what keys before the segment have left, or all of them without causality.
+    ``p_state``: what keys before the segment have left, or all of them without causality.
     """
+    if EVEN:
+        width, value_width = D, DV
     i_segment = tl.program_id(0) % num_segments
     i_head = tl.program_id(0) // num_segments
     i_batch = i_head // num_heads
     i_query_head = i_head % num_heads
     i_kv_head = i_query_head // group_size
-    i_kv = (i_batch * (num_heads // group_size) + i_kv_head).to(tl.int64)
-    b_state, b_total = _load_state(p_state, p_total, i_kv * num_segments + i_segment if CAUSAL else i_kv, D, DV)
+    i_kv = i_batch * (num_heads // group_size) + i_kv_head
+    b_state, b_total = _load_state(p_state, i_kv * (num_segments + 1) + i_segment if CAUSAL else i_kv, D, DV)
     o_v = tl.arange(0, DV)
     first = i_segment * blocks_per_segment * BLOCK
     for o_first in tl.range(first, tl.minimum(first + blocks_per_segment * BLOCK, num_queries), BLOCK):
@@ -196,8 +247,9 @@ def linear_forward(
             num_queries, width, BLOCK, D,
         )  # fmt: skip
         b_query = _query_features(b_query, o_first, num_queries, width, MAP, BLOCK, D)
-        b_out = tl.dot(b_query, b_state, input_precision=PRECISION)
         b_sum = tl.sum(b_query * b_total[None, :], 1)
+        b_query = _operand(b_query, p_query)
+        b_out = tl.dot(b_query, _operand(b_state, p_query), input_precision=PRECISION)
         if CAUSAL:
             # As many keys as queries: chunk by chunk.
             b_features = _merged_features(
@@ -210,49 +262,33 @@ def linear_forward(
                 p_value, p_key_mask, i_batch, i_kv_head, o_first, stride_value_batch, stride_value_head,
                 stride_value_token, num_keys, value_width, HAS_KEY_MASK, BLOCK, DV,
             )  # fmt: skip
+            b_total += tl.sum(b_features, 0)
+            b_features = _operand(b_features, p_key)
             b_pair = tl.dot(b_query, b_features.T, input_precision=PRECISION)
             b_pair = tl.where(o_i[:, None] >= o_i[None, :], b_pair, 0.0)
-            b_out = tl.dot(b_pair, b_value, b_out, input_precision=PRECISION)
             b_sum += tl.sum(b_pair, 1)
+            b_out = tl.dot(_operand(b_pair, p_query), b_value, b_out, input_precision=PRECISION)
             b_state = tl.dot(b_features.T, b_value, b_state, input_precision=PRECISION)
-            b_total += tl.sum(b_features, 0)
         if not BY_SUM:
             b_sum = tl.load(p_length + i_batch.to(tl.int64) * num_queries + o_i, mask=o_i < num_queries, other=1.0)
         m_i = o_i < num_queries
         tl.store(p_normaliser + i_head.to(tl.int64) * num_queries + o_i, b_sum, mask=m_i)
         b_out = b_out / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
-        p_rows = p_out + i_batch.to(tl.int64) * stride_out_batch + i_query_head.to(tl.int64) * stride_out_head
-        p_rows += o_i.to(tl.int64)[:, None] * stride_out_token + o_v[None, :]
+        p_rows = p_out + (i_head.to(tl.int64) * num_queries + o_i)[:, None] * value_width + o_v[None, :]
         tl.store(p_rows, b_out.to(p_out.dtype.element_ty), mask=m_i[:, None] & (o_v < value_width)[None, :])
 
 
 @triton.jit
-def _load_gradient(
-    p_grad, p_out, p_normaliser, i_batch, i_head, i_query_head, o_first, stride_grad_batch, stride_grad_head,
-    stride_grad_token, stride_out_batch, stride_out_head, stride_out_token, num_queries, value_width,
-    BY_SUM: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr,
-):  # fmt: skip
-    """``g [ROWS, DV]`` and ``delta [ROWS]``, 0 where a row has seen nothing."""
+def _load_inverse(p_normaliser, i_head, o_first, num_queries, ROWS: tl.constexpr):
+    """``1 / t``, 0 where a row has seen nothing."""
     o_i = o_first + tl.arange(0, ROWS)
-    b_grad = load_rows(
-        p_grad, stride_grad_batch, stride_grad_head, stride_grad_token, i_batch, i_query_head, o_first, num_queries,
-        value_width, ROWS, DV,
-    ).to(tl.float32)  # fmt: skip
     b_sum = tl.load(p_normaliser + i_head.to(tl.int64) * num_queries + o_i, mask=o_i < num_queries, other=0.0)
-    b_inverse = tl.where(b_sum == 0.0, 0.0, 1.0 / tl.where(b_sum == 0.0, 1.0, b_sum))
-    b_delta = tl.zeros([ROWS], tl.float32)
-    if BY_SUM:
-        b_out = load_rows(
-            p_out, stride_out_batch, stride_out_head, stride_out_token, i_batch, i_query_head, o_first, num_queries,
-            value_width, ROWS, DV,
-        ).to(tl.float32)  # fmt: skip
-        b_delta = -tl.sum(b_grad * b_out, 1) * b_inverse
-    return b_grad * b_inverse[:, None], b_delta
+    return tl.where(b_sum == 0.0, 0.0, 1.0 / tl.where(b_sum == 0.0, 1.0, b_sum))
 
 
 @triton.jit(do_not_specialize=LINEAR_VARYING)
 def linear_backward_query(
-    p_query, p_key, p_value, p_out, p_grad, p_grad_query, p_shift, p_prior, p_key_mask, p_state, p_total,
+    p_query, p_key, p_value, p_out, p_grad, p_grad_query, p_delta, p_shift, p_prior, p_key_mask, p_state,
     p_normaliser, stride_query_batch, stride_query_head, stride_query_token, stride_key_batch, stride_key_head,
     stride_key_component, stride_key_token, stride_value_batch, stride_value_head, stride_value_token,
     stride_out_batch, stride_out_head, stride_out_token, stride_grad_batch, stride_grad_head, stride_grad_token,
@@ -260,26 +296,40 @@ def linear_backward_query(
     num_segments, blocks_per_segment, width, value_width,
     M: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, BY_SUM: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """One program for one segment of the queries of one head, as forward: ``dq``, contiguous."""
+    """One program for one segment of the queries of one head, as forward: ``dq``, contiguous, and for the kernels after
+    it ``delta [B, H, Nq]``."""
+    if EVEN:
+        width, value_width = D, DV
     i_segment = tl.program_id(0) % num_segments
     i_head = tl.program_id(0) // num_segments
     i_batch = i_head // num_heads
     i_query_head = i_head % num_heads
     i_kv_head = i_query_head // group_size
-    i_kv = (i_batch * (num_heads // group_size) + i_kv_head).to(tl.int64)
-    b_state, b_total = _load_state(p_state, p_total, i_kv * num_segments + i_segment if CAUSAL else i_kv, D, DV)
+    i_kv = i_batch * (num_heads // group_size) + i_kv_head
+    b_state, b_total = _load_state(p_state, i_kv * (num_segments + 1) + i_segment if CAUSAL else i_kv, D, DV)
     o_d = tl.arange(0, D)
     first = i_segment * blocks_per_segment * BLOCK
     for o_first in tl.range(first, tl.minimum(first + blocks_per_segment * BLOCK, num_queries), BLOCK):
         o_i = o_first + tl.arange(0, BLOCK)
-        b_g, b_delta = _load_gradient(
-            p_grad, p_out, p_normaliser, i_batch, i_head, i_query_head, o_first, stride_grad_batch, stride_grad_head,
-            stride_grad_token, stride_out_batch, stride_out_head, stride_out_token, num_queries, value_width, BY_SUM,
-            BLOCK, DV,
+        m_i = o_i < num_queries
+        b_grad_out = load_rows(
+            p_grad, stride_grad_batch, stride_grad_head, stride_grad_token, i_batch, i_query_head, o_first,
+            num_queries, value_width, BLOCK, DV,
         )  # fmt: skip
-        b_grad = tl.dot(b_g, b_state.T, input_precision=PRECISION) + b_delta[:, None] * b_total[None, :]
+        b_inverse = _load_inverse(p_normaliser, i_head, o_first, num_queries, BLOCK)
+        b_delta = tl.zeros([BLOCK], tl.float32)
+        if BY_SUM:
+            b_out = load_rows(
+                p_out, stride_out_batch, stride_out_head, stride_out_token, i_batch, i_query_head, o_first,
+                num_queries, value_width, BLOCK, DV,
+            )  # fmt: skip
+            b_delta = -tl.sum(b_grad_out.to(tl.float32) * b_out.to(tl.float32), 1) * b_inverse
+            tl.store(p_delta + i_head.to(tl.int64) * num_queries + o_i, b_delta, mask=m_i)
+        b_grad_out = _operand(b_grad_out, p_query)
+        b_grad = tl.dot(b_grad_out, _operand(b_state, p_query).T, input_precision=PRECISION)
+        b_grad = b_grad * b_inverse[:, None] + b_delta[:, None] * b_total[None, :]
         if CAUSAL:
             b_features = _merged_features(
                 p_key, p_shift, p_prior, p_key_mask, i_batch, i_kv_head, o_first, stride_key_batch, stride_key_head,
@@ -291,172 +341,326 @@ def linear_backward_query(
                 p_value, p_key_mask, i_batch, i_kv_head, o_first, stride_value_batch, stride_value_head,
                 stride_value_token, num_keys, value_width, HAS_KEY_MASK, BLOCK, DV,
             )  # fmt: skip
-            b_pair = tl.dot(b_g, b_value.T, input_precision=PRECISION) + b_delta[:, None]
-            b_pair = tl.where(o_i[:, None] >= o_i[None, :], b_pair, 0.0)
+            b_total += tl.sum(b_features, 0)
+            b_features = _operand(b_features, p_key)
+            b_pair = tl.dot(b_grad_out, b_value.T, input_precision=PRECISION)
+            b_pair = b_pair * b_inverse[:, None] + b_delta[:, None]
+            b_pair = _operand(tl.where(o_i[:, None] >= o_i[None, :], b_pair, 0.0), p_query)
             b_grad = tl.dot(b_pair, b_features, b_grad, input_precision=PRECISION)
             b_state = tl.dot(b_features.T, b_value, b_state, input_precision=PRECISION)
-            b_total += tl.sum(b_features, 0)
         b_query = load_rows(
             p_query, stride_query_batch, stride_query_head, stride_query_token, i_batch, i_query_head, o_first,
             num_queries, width, BLOCK, D,
         )  # fmt: skip
-        b_grad *= slopes(b_query.to(tl.float32), MAP)
+        b_grad *= slopes(features(b_query.to(tl.float32), MAP), MAP)
         p_rows = p_grad_query + (i_head.to(tl.int64) * num_queries + o_i)[:, None] * width + o_d[None, :]
-        m_rows = (o_i < num_queries)[:, None] & (o_d < width)[None, :]
-        tl.store(p_rows, b_grad.to(p_grad_query.dtype.element_ty), mask=m_rows)
+        tl.store(p_rows, b_grad.to(p_grad_query.dtype.element_ty), mask=m_i[:, None] & (o_d < width)[None, :])
+
+
+@triton.jit
+def _load_query_side(
+    p_query, p_grad, p_delta, p_normaliser, i_batch, i_head, i_query_head, o_first, stride_query_batch,
+    stride_query_head, stride_query_token, stride_grad_batch, stride_grad_head, stride_grad_token, num_queries, width,
+    value_width,
+    MAP: tl.constexpr, BY_SUM: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """``u`` in fp32, ``dO`` as an operand, ``1 / t`` and ``delta``."""
+    b_query = load_rows(
+        p_query, stride_query_batch, stride_query_head, stride_query_token, i_batch, i_query_head, o_first,
+        num_queries, width, ROWS, D,
+    )  # fmt: skip
+    b_query = _query_features(b_query, o_first, num_queries, width, MAP, ROWS, D)
+    b_grad = load_rows(
+        p_grad, stride_grad_batch, stride_grad_head, stride_grad_token, i_batch, i_query_head, o_first, num_queries,
+        value_width, ROWS, DV,
+    )  # fmt: skip
+    b_delta = tl.zeros([ROWS], tl.float32)
+    if BY_SUM:
+        o_i = o_first + tl.arange(0, ROWS)
+        b_delta = tl.load(p_delta + i_head.to(tl.int64) * num_queries + o_i, mask=o_i < num_queries, other=0.0)
+    b_inverse = _load_inverse(p_normaliser, i_head, o_first, num_queries, ROWS)
+    return b_query, _operand(b_grad, p_query), b_inverse, b_delta
 
 
 @triton.jit(do_not_specialize=LINEAR_VARYING)
 def linear_reverse_states(
-    p_query, p_out, p_grad, p_normaliser, p_state, p_total, stride_query_batch, stride_query_head,
-    stride_query_token, stride_out_batch, stride_out_head, stride_out_token, stride_grad_batch, stride_grad_head,
-    stride_grad_token, num_heads, group_size, num_queries, num_segments, blocks_per_segment, width, value_width,
+    p_query, p_grad, p_delta, p_normaliser, p_state, stride_query_batch, stride_query_head, stride_query_token,
+    stride_grad_batch, stride_grad_head, stride_grad_token, num_heads, group_size, num_queries, num_segments,
+    blocks_per_segment, width, value_width,
     MAP: tl.constexpr, BY_SUM: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr,
+    DV: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """One program for one segment of queries of one key/value head: ``R [B, Hkv, segments, D, Dv]``, ``y [.., D]``."""
+    """One program for one segment of the queries of one key/value head: ``R`` and ``y``, as of ``linear_states``."""
+    if EVEN:
+        width, value_width = D, DV
     i_segment = tl.program_id(0) % num_segments
     i_kv = tl.program_id(0) // num_segments
     num_kv_heads = num_heads // group_size
     i_batch = i_kv // num_kv_heads
     i_kv_head = i_kv % num_kv_heads
     b_state = tl.zeros([D, DV], tl.float32)
-    b_total = tl.zeros([D], tl.float32)
+    b_sum = tl.zeros([BLOCK, D], tl.float32)
     first = i_segment * blocks_per_segment * BLOCK
-    for o_first in tl.range(first, tl.minimum(first + blocks_per_segment * BLOCK, num_queries), BLOCK):
-        for g in range(group_size):
-            i_query_head = i_kv_head * group_size + g
-            i_head = i_batch * num_heads + i_query_head
-            b_g, b_delta = _load_gradient(
-                p_grad, p_out, p_normaliser, i_batch, i_head, i_query_head, o_first, stride_grad_batch,
-                stride_grad_head, stride_grad_token, stride_out_batch, stride_out_head, stride_out_token, num_queries,
-                value_width, BY_SUM, BLOCK, DV,
+    for g in range(group_size):
+        i_query_head = i_kv_head * group_size + g
+        i_head = i_batch * num_heads + i_query_head
+        for o_first in tl.range(first, tl.minimum(first + blocks_per_segment * BLOCK, num_queries), BLOCK):
+            b_query, b_grad, b_inverse, b_delta = _load_query_side(
+                p_query, p_grad, p_delta, p_normaliser, i_batch, i_head, i_query_head, o_first, stride_query_batch,
+                stride_query_head, stride_query_token, stride_grad_batch, stride_grad_head, stride_grad_token,
+                num_queries, width, value_width, MAP, BY_SUM, BLOCK, D, DV,
             )  # fmt: skip
-            b_query = load_rows(
-                p_query, stride_query_batch, stride_query_head, stride_query_token, i_batch, i_query_head, o_first,
-                num_queries, width, BLOCK, D,
-            )  # fmt: skip
-            b_query = _query_features(b_query, o_first, num_queries, width, MAP, BLOCK, D)
-            b_state = tl.dot(b_query.T, b_g, b_state, input_precision=PRECISION)
-            b_total += tl.sum(b_query * b_delta[:, None], 0)
-    o_d, o_v = tl.arange(0, D), tl.arange(0, DV)
-    i = tl.program_id(0).to(tl.int64)
-    tl.store(p_state + i * D * DV + o_d[:, None] * DV + o_v[None, :], b_state)
-    tl.store(p_total + i * D + o_d, b_total)
+            b_scaled = _operand(b_query * b_inverse[:, None], p_query)
+            b_state = tl.dot(b_scaled.T, b_grad, b_state, input_precision=PRECISION)
+            b_sum += b_query * b_delta[:, None]
+    _store_state(p_state, tl.program_id(0), b_state, tl.sum(b_sum, 0), D, DV)
+
+
+@triton.jit
+def _component_gradient(b_grad, b_features, b_weight, MAP: tl.constexpr):
+    """Of one component: ``dk [ROWS, D]``, and by key ``prior_r phi(k_jr) . df_j``, the gradient of its log prior."""
+    b_chance = tl.sum(b_grad * b_features, 1) * b_weight
+    return b_grad * slopes(b_features, MAP) * b_weight[:, None], b_chance
+
+
+@triton.jit
+def _added_up(b_x, ROWS: tl.constexpr, D: tl.constexpr):
+    """``[ROWS, D]``: rows that a thread of the matrix units has together, 8 apart, added to ``[ROWS / 16, 8, D]``."""
+    return tl.sum(tl.reshape(b_x, [ROWS // 16, 2, 8, D]), 1)
+
+
+@triton.jit
+def _store_rows(p_tensor, b_x, i_head, o_first, length, width, D: tl.constexpr):
+    """``o_first``: the tokens."""
+    o_d = tl.arange(0, D)
+    p_rows = p_tensor + (i_head.to(tl.int64) * length + o_first)[:, None] * width + o_d[None, :]
+    tl.store(p_rows, b_x.to(p_tensor.dtype.element_ty), mask=(o_first < length)[:, None] & (o_d < width)[None, :])
+
+
+@triton.jit
+def _store_chance(p_share, b_chance, i_own, i_batch, o_j, num_samples, num_keys):
+    o_share = (i_own * num_samples + i_batch).to(tl.int64) * num_keys + o_j
+    tl.store(p_share + o_share, b_chance, mask=o_j < num_keys)
+
+
+@triton.jit
+def _store_sum(p_share, b_chance, i_own, i_share, num_shares):
+    tl.store(p_share + i_own.to(tl.int64) * num_shares + i_share, tl.sum(b_chance, 0))
+
+
+@triton.jit
+def _store_column_sums(p_share, b_sums, i_own, i_share, num_shares, D: tl.constexpr):
+    tl.store(p_share + (i_own.to(tl.int64) * num_shares + i_share) * D + tl.arange(0, D), b_sums)
 
 
 @triton.jit(do_not_specialize=LINEAR_VARYING)
 def linear_backward_key_value(
-    p_query, p_key, p_value, p_out, p_grad, p_grad_key, p_grad_value, p_shift, p_prior, p_key_mask, p_state, p_total,
+    p_query, p_key, p_value, p_grad, p_grad_key, p_grad_value, p_delta, p_shift, p_prior, p_key_mask, p_state,
     p_normaliser, p_shift_share, p_prior_share, stride_query_batch, stride_query_head, stride_query_token,
     stride_key_batch, stride_key_head, stride_key_component, stride_key_token, stride_value_batch, stride_value_head,
-    stride_value_token, stride_out_batch, stride_out_head, stride_out_token, stride_grad_batch, stride_grad_head,
-    stride_grad_token, stride_prior_head, stride_prior_component, stride_prior_token, num_heads, group_size,
-    num_queries, num_keys, num_segments, blocks_per_segment, num_samples, width, value_width,
+    stride_value_token, stride_grad_batch, stride_grad_head, stride_grad_token, stride_prior_head,
+    stride_prior_component, stride_prior_token, num_heads, group_size, num_queries, num_keys, num_segments,
+    blocks_per_segment, num_samples, width, value_width,
     M: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, BY_SUM: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One program for one segment of the keys of one head, from its end: ``dk``, ``dv``, contiguous, and the shares of
-    shift ``[Hkv, M, B * segments, D]`` and prior ``[Hkv, M, B * segments]`` (or ``[Hkv, M, B, Nk]`` by key).
+    shift ``[Hkv, M, shares, D]`` and prior ``[Hkv, M, shares]`` (or ``[Hkv, M, B, Nk]`` by key), one for each segment
+    of each sample or, of more than two components, for each block.
 
-    ``p_state``, ``p_total``: what queries after the segment have left, or all of them without causality.
+    ``p_state``: what queries after the segment have left, or all of them without causality.
     """
+    if EVEN:
+        width, value_width = D, DV
     i_segment = tl.program_id(0) % num_segments
     i_kv = tl.program_id(0) // num_segments
     num_kv_heads = num_heads // group_size
     i_batch = i_kv // num_kv_heads
     i_kv_head = i_kv % num_kv_heads
-    i_state = i_kv.to(tl.int64) * num_segments + i_segment if CAUSAL else i_kv.to(tl.int64)
-    b_state, b_total = _load_state(p_state, p_total, i_state, D, DV)
-    o_d, o_v, o_r = tl.arange(0, D), tl.arange(0, DV), tl.arange(0, 8)
-    b_shift_sum = tl.zeros([8, D], tl.float32)
-    b_prior_sum = tl.zeros([8], tl.float32)
+    b_state, b_total = _load_state(p_state, i_kv * (num_segments + 1) + i_segment if CAUSAL else i_kv, D, DV)
+    o_v = tl.arange(0, DV)
+    # Of one or two components, rows are added up at the end: threads would have to meet for it in every block.
+    b_first_shift = tl.zeros([BLOCK // 16, 8, D], tl.float32)
+    b_second_shift = tl.zeros([BLOCK // 16, 8, D], tl.float32)
+    b_first_prior = tl.zeros([BLOCK], tl.float32)
+    b_second_prior = tl.zeros([BLOCK], tl.float32)
     first = i_segment * blocks_per_segment * BLOCK
     end = tl.minimum(first + blocks_per_segment * BLOCK, num_keys)
     num_blocks = tl.maximum(end - first + BLOCK - 1, 0) // BLOCK
     for i_block in tl.range(0, num_blocks):
         o_first = first + (num_blocks - 1 - i_block) * BLOCK
         o_j = o_first + tl.arange(0, BLOCK)
-        b_features = _merged_features(
-            p_key, p_shift, p_prior, p_key_mask, i_batch, i_kv_head, o_first, stride_key_batch, stride_key_head,
-            stride_key_component, stride_key_token, stride_prior_head, stride_prior_component, stride_prior_token,
-            num_keys, width,
-            M, HAS_SHIFT, HAS_PRIOR, PRIOR_BY_KEY, HAS_KEY_MASK, MAP, BLOCK, D,
-        )  # fmt: skip
+        if M <= 2:
+            b_key = load_rows(
+                p_key, stride_key_batch, stride_key_head, stride_key_token, i_batch, i_kv_head,
+                o_first, num_keys, width, BLOCK, D,
+            )  # fmt: skip
+            b_first, b_first_weight = _component(
+                b_key, p_shift, p_prior, p_key_mask, i_batch, i_kv_head, 0, o_first, stride_prior_head,
+                stride_prior_component, stride_prior_token, num_keys, width,
+                M, HAS_SHIFT, HAS_PRIOR, PRIOR_BY_KEY, HAS_KEY_MASK, MAP, BLOCK, D,
+            )  # fmt: skip
+            b_features = b_first * b_first_weight[:, None]
+            if M == 2:
+                if not HAS_SHIFT:
+                    b_key = load_rows(
+                        p_key + _rows_apart(p_key, stride_key_component), stride_key_batch, stride_key_head,
+                        stride_key_token, i_batch, i_kv_head, o_first, num_keys, width, BLOCK, D,
+                    )  # fmt: skip
+                b_second, b_second_weight = _component(
+                    b_key, p_shift, p_prior, p_key_mask, i_batch, i_kv_head, 1, o_first, stride_prior_head,
+                    stride_prior_component, stride_prior_token, num_keys, width,
+                    M, HAS_SHIFT, HAS_PRIOR, PRIOR_BY_KEY, HAS_KEY_MASK, MAP, BLOCK, D,
+                )  # fmt: skip
+                b_features += b_second * b_second_weight[:, None]
+        else:
+            b_features = _merged_features(
+                p_key, p_shift, p_prior, p_key_mask, i_batch, i_kv_head, o_first, stride_key_batch, stride_key_head,
+                stride_key_component, stride_key_token, stride_prior_head, stride_prior_component,
+                stride_prior_token, num_keys, width,
+                M, HAS_SHIFT, HAS_PRIOR, PRIOR_BY_KEY, HAS_KEY_MASK, MAP, BLOCK, D,
+            )  # fmt: skip
+        b_features = _operand(b_features, p_key)
         b_value = _load_values(
             p_value, p_key_mask, i_batch, i_kv_head, o_first, stride_value_batch, stride_value_head,
             stride_value_token, num_keys, value_width, HAS_KEY_MASK, BLOCK, DV,
         )  # fmt: skip
-        b_grad = tl.dot(b_value, b_state.T, input_precision=PRECISION) + b_total[None, :]
-        b_grad_value = tl.dot(b_features, b_state, input_precision=PRECISION)
+        b_rounded = _operand(b_state, p_key)
+        b_grad = tl.dot(b_value, b_rounded.T, input_precision=PRECISION) + b_total[None, :]
+        b_grad_value = tl.dot(b_features, b_rounded, input_precision=PRECISION)
         if CAUSAL:
             for g in range(group_size):
                 i_query_head = i_kv_head * group_size + g
                 i_head = i_batch * num_heads + i_query_head
-                b_g, b_delta = _load_gradient(
-                    p_grad, p_out, p_normaliser, i_batch, i_head, i_query_head, o_first, stride_grad_batch,
-                    stride_grad_head, stride_grad_token, stride_out_batch, stride_out_head, stride_out_token,
-                    num_queries, value_width, BY_SUM, BLOCK, DV,
+                b_query, b_grad_out, b_inverse, b_delta = _load_query_side(
+                    p_query, p_grad, p_delta, p_normaliser, i_batch, i_head, i_query_head, o_first,
+                    stride_query_batch, stride_query_head, stride_query_token, stride_grad_batch, stride_grad_head,
+                    stride_grad_token, num_queries, width, value_width, MAP, BY_SUM, BLOCK, D, DV,
                 )  # fmt: skip
-                b_query = load_rows(
-                    p_query, stride_query_batch, stride_query_head, stride_query_token, i_batch, i_query_head,
-                    o_first, num_queries, width, BLOCK, D,
-                )  # fmt: skip
-                b_query = _query_features(b_query, o_first, num_queries, width, MAP, BLOCK, D)
-                m_pair = o_j[None, :] >= o_j[:, None]
-                b_pair = tl.dot(b_value, b_g.T, input_precision=PRECISION) + b_delta[None, :]
-                b_grad = tl.dot(tl.where(m_pair, b_pair, 0.0), b_query, b_grad, input_precision=PRECISION)
-                b_pair = tl.dot(b_features, b_query.T, input_precision=PRECISION)
-                b_grad_value = tl.dot(tl.where(m_pair, b_pair, 0.0), b_g, b_grad_value, input_precision=PRECISION)
-                b_state = tl.dot(b_query.T, b_g, b_state, input_precision=PRECISION)
                 b_total += tl.sum(b_query * b_delta[:, None], 0)
+                b_scaled = _operand(b_query * b_inverse[:, None], p_query)
+                b_query = _operand(b_query, p_query)
+                m_pair = o_j[None, :] >= o_j[:, None]
+                b_pair = tl.dot(b_value, b_grad_out.T, input_precision=PRECISION)
+                b_pair = tl.where(m_pair, b_pair * b_inverse[None, :] + b_delta[None, :], 0.0)
+                b_grad = tl.dot(_operand(b_pair, p_query), b_query, b_grad, input_precision=PRECISION)
+                b_pair = tl.where(m_pair, tl.dot(b_features, b_scaled.T, input_precision=PRECISION), 0.0)
+                b_grad_value = tl.dot(_operand(b_pair, p_query), b_grad_out, b_grad_value, input_precision=PRECISION)
+                b_state = tl.dot(b_scaled.T, b_grad_out, b_state, input_precision=PRECISION)
         m_j = o_j < num_keys
-        b_grad_key = tl.zeros([BLOCK, D], tl.float32)
-        b_key = load_rows(
-            p_key, stride_key_batch, stride_key_head, stride_key_token, i_batch, i_kv_head, o_first, num_keys, width,
-            BLOCK, D,
-        )  # fmt: skip
-        for r in tl.static_range(M):
-            if r > 0 and not HAS_SHIFT:
-                b_key = load_rows(
-                    p_key + r * stride_key_component.to(tl.int64), stride_key_batch, stride_key_head,
-                    stride_key_token, i_batch, i_kv_head, o_first, num_keys, width, BLOCK, D,
-                )  # fmt: skip
-            b_x, b_weight = _component(
-                b_key, p_shift, p_prior, p_key_mask, i_batch, i_kv_head, r, o_first, stride_prior_head,
-                stride_prior_component, stride_prior_token, num_keys, width,
-                M, HAS_SHIFT, HAS_PRIOR, PRIOR_BY_KEY, HAS_KEY_MASK, BLOCK, D,
-            )  # fmt: skip
-            b_own = tl.where(b_weight > 0.0, b_weight * b_grad * slopes(b_x, MAP), 0.0)
-            if HAS_PRIOR:
-                b_chance = tl.sum(tl.where(b_weight > 0.0, b_weight * b_grad * features(b_x, MAP), 0.0), 1)
-                if PRIOR_BY_KEY:
-                    o_share = ((i_kv_head * M + r) * num_samples + i_batch).to(tl.int64) * num_keys + o_j
-                    tl.store(p_prior_share + o_share, b_chance, mask=m_j)
-                else:
-                    b_prior_sum += tl.where(o_r == r, tl.sum(b_chance, 0), 0.0)
-            if HAS_SHIFT:
-                b_shift_sum += tl.where(o_r[:, None] == r, tl.sum(b_own, 0)[None, :], 0.0)
-                b_grad_key += b_own
-            if not HAS_SHIFT or r == M - 1:
-                b_grad_key = b_grad_key if HAS_SHIFT else b_own
-                i_key_head = i_kv.to(tl.int64) * (1 if HAS_SHIFT else M) + (0 if HAS_SHIFT else r)
-                p_rows = p_grad_key + (i_key_head * num_keys + o_j)[:, None] * width + o_d[None, :]
-                m_rows = m_j[:, None] & (o_d < width)[None, :]
-                tl.store(p_rows, b_grad_key.to(p_grad_key.dtype.element_ty), mask=m_rows)
         if HAS_KEY_MASK:
             p_mask = p_key_mask + i_batch.to(tl.int64) * num_keys + o_j
             b_grad_value = tl.where((tl.load(p_mask, mask=m_j, other=0) != 0)[:, None], b_grad_value, 0.0)
         p_rows = p_grad_value + (i_kv.to(tl.int64) * num_keys + o_j)[:, None] * value_width + o_v[None, :]
         m_rows = m_j[:, None] & (o_v < value_width)[None, :]
         tl.store(p_rows, b_grad_value.to(p_grad_value.dtype.element_ty), mask=m_rows)
-    i_share = i_batch * num_segments + i_segment
-    num_shares = num_samples * num_segments
-    for r in tl.static_range(M):
-        o_share = (i_kv_head * M + r).to(tl.int64) * num_shares + i_share
-        if HAS_SHIFT:
-            b_row = tl.sum(tl.where(o_r[:, None] == r, b_shift_sum, 0.0), 0)
-            tl.store(p_shift_share + o_share * D + o_d, b_row)
+        if M <= 2:
+            b_grad_key, b_chance = _component_gradient(b_grad, b_first, b_first_weight, MAP)
+            if HAS_PRIOR and PRIOR_BY_KEY:
+                _store_chance(p_prior_share, b_chance, i_kv_head * M, i_batch, o_j, num_samples, num_keys)
+            b_first_prior += b_chance
+            if HAS_SHIFT:
+                b_first_shift += _added_up(b_grad_key, BLOCK, D)
+            if M == 2:
+                b_own, b_chance = _component_gradient(b_grad, b_second, b_second_weight, MAP)
+                if HAS_PRIOR and PRIOR_BY_KEY:
+                    _store_chance(p_prior_share, b_chance, i_kv_head * M + 1, i_batch, o_j, num_samples, num_keys)
+                b_second_prior += b_chance
+                if HAS_SHIFT:
+                    b_second_shift += _added_up(b_own, BLOCK, D)
+                    b_grad_key += b_own
+                else:
+                    _store_rows(p_grad_key, b_own, i_kv * M + 1, o_j, num_keys, width, D)
+            _store_rows(p_grad_key, b_grad_key, i_kv if HAS_SHIFT else i_kv * M, o_j, num_keys, width, D)
+        else:
+            b_grad_key = tl.zeros([BLOCK, D], tl.float32)
+            b_key = tl.zeros([BLOCK, D], p_key.dtype.element_ty)
+            for r in tl.static_range(M):
+                if r == 0 or not HAS_SHIFT:
+                    b_key = load_rows(
+                        p_key + r * _rows_apart(p_key, stride_key_component), stride_key_batch, stride_key_head,
+                        stride_key_token, i_batch, i_kv_head, o_first, num_keys, width, BLOCK, D,
+                    )  # fmt: skip
+                b_component, b_weight = _component(
+                    b_key, p_shift, p_prior, p_key_mask, i_batch, i_kv_head, r, o_first, stride_prior_head,
+                    stride_prior_component, stride_prior_token, num_keys, width,
+                    M, HAS_SHIFT, HAS_PRIOR, PRIOR_BY_KEY, HAS_KEY_MASK, MAP, BLOCK, D,
+                )  # fmt: skip
+                b_own, b_chance = _component_gradient(b_grad, b_component, b_weight, MAP)
+                i_share = (i_batch * num_segments + i_segment) * blocks_per_segment + i_block
+                num_shares = num_samples * num_segments * blocks_per_segment
+                if HAS_PRIOR and PRIOR_BY_KEY:
+                    _store_chance(p_prior_share, b_chance, i_kv_head * M + r, i_batch, o_j, num_samples, num_keys)
+                elif HAS_PRIOR:
+                    _store_sum(p_prior_share, b_chance, i_kv_head * M + r, i_share, num_shares)
+                if HAS_SHIFT:
+                    b_grad_key += b_own
+                    _store_column_sums(p_shift_share, tl.sum(b_own, 0), i_kv_head * M + r, i_share, num_shares, D)
+                else:
+                    _store_rows(p_grad_key, b_own, i_kv * M + r, o_j, num_keys, width, D)
+            if HAS_SHIFT:
+                _store_rows(p_grad_key, b_grad_key, i_kv, o_j, num_keys, width, D)
+    if M <= 2:
+        i_share = i_batch * num_segments + i_segment
+        num_shares = num_samples * num_segments
         if HAS_PRIOR and not PRIOR_BY_KEY:
-            tl.store(p_prior_share + o_share, tl.sum(tl.where(o_r == r, b_prior_sum, 0.0), 0))
+            _store_sum(p_prior_share, b_first_prior, i_kv_head * M, i_share, num_shares)
+        if HAS_SHIFT:
+            b_sums = tl.sum(tl.sum(b_first_shift, 0), 0)
+            _store_column_sums(p_shift_share, b_sums, i_kv_head * M, i_share, num_shares, D)
+        if M == 2:
+            if HAS_PRIOR and not PRIOR_BY_KEY:
+                _store_sum(p_prior_share, b_second_prior, i_kv_head * M + 1, i_share, num_shares)
+            if HAS_SHIFT:
+                b_sums = tl.sum(tl.sum(b_second_shift, 0), 0)
+                _store_column_sums(p_shift_share, b_sums, i_kv_head * M + 1, i_share, num_shares, D)
+    elif num_blocks < blocks_per_segment:
+        # The last segment may have fewer blocks than the others.
+        for i_block in range(num_blocks, blocks_per_segment):
+            i_share = (i_batch * num_segments + i_segment) * blocks_per_segment + i_block
+            num_shares = num_samples * num_segments * blocks_per_segment
+            for r in tl.static_range(M):
+                if HAS_PRIOR and not PRIOR_BY_KEY:
+                    _store_sum(p_prior_share, tl.zeros([BLOCK], tl.float32), i_kv_head * M + r, i_share, num_shares)
+                if HAS_SHIFT:
+                    b_sums = tl.zeros([D], tl.float32)
+                    _store_column_sums(p_shift_share, b_sums, i_kv_head * M + r, i_share, num_shares, D)
+
+
+@triton.jit(do_not_specialize=["num_shares", "width", "stride_prior_head", "stride_prior_component"])
+def linear_add_shares(
+    p_shift_share, p_prior_share, p_prior, p_grad_shift, p_grad_prior, stride_prior_head, stride_prior_component,
+    num_shares, width,
+    M: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr,
+    BY_SUM: tl.constexpr, D: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """One program for one head: the gradients of its shifts and priors."""
+    i_kv_head = tl.program_id(0)
+    o_d, o_r, o_share = tl.arange(0, D), tl.arange(0, 8), tl.arange(0, TOGETHER)
+    b_priors = tl.zeros([8], tl.float32)
+    for r in tl.static_range(M):
+        b_shift = tl.zeros([D], tl.float32)
+        b_prior = 0.0
+        p_own = (i_kv_head * M + r).to(tl.int64) * num_shares
+        for first in range(0, num_shares, TOGETHER):
+            m_share = first + o_share < num_shares
+            if HAS_SHIFT:
+                o_rows = (p_own + first + o_share)[:, None] * D + o_d[None, :]
+                b_shift += tl.sum(tl.load(p_shift_share + o_rows, mask=m_share[:, None], other=0.0), 0)
+            if HAS_PRIOR and not PRIOR_BY_KEY:
+                b_prior += tl.sum(tl.load(p_prior_share + p_own + first + o_share, mask=m_share, other=0.0), 0)
+        if HAS_SHIFT:
+            tl.store(p_grad_shift + (i_kv_head * M + r) * width + o_d, b_shift, mask=o_d < width)
+        b_priors += tl.where(o_r == r, b_prior, 0.0)
+    if HAS_PRIOR and not PRIOR_BY_KEY:
+        if BY_SUM:
+            # All priors times a number change nothing, so these gradients add up to 0: whatever else they add up to is
+            # rounding, of sums far larger than their differences, and is taken back from each by its weight.
+            p_own = p_prior + i_kv_head * stride_prior_head + o_r * stride_prior_component
+            b_log = tl.load(p_own, mask=o_r < M, other=float("-inf"))
+            b_largest = tl.max(b_log, 0)
+            b_weight = tl.exp(b_log - tl.where(b_largest == float("-inf"), 0.0, b_largest))
+            b_whole = tl.sum(b_weight, 0)
+            b_priors -= tl.sum(b_priors, 0) * b_weight / tl.where(b_whole == 0.0, 1.0, b_whole)
+        tl.store(p_grad_prior + i_kv_head * M + o_r, b_priors, mask=o_r < M)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +13,11 @@ from torch.utils.flop_counter import register_flop_formula
 from mgk.ops import feature_maps
 from mgk.ops.autograd import NO_SECOND_ORDER
 from mgk.ops.linear_problem import LinearProblem
-from mgk.ops.triton import linear, tuning
-from mgk.ops.triton.call import PROGRAMS
+from mgk.ops.triton import linear, replay, tuning
+from mgk.ops.triton.call import PROGRAMS, SMALL
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.layout import aligned, block_width, count_blocks, on_device
+from mgk.ops.triton.operator import is_unwatched
 
 MAPS: dict[feature_maps.Map, str] = {feature_maps.elu: "elu", feature_maps.relu: "relu"}
 WIDEST = 128
@@ -41,11 +43,11 @@ def attention(problem: LinearProblem) -> Tensor:
     """``[B, H, Nq, Dv]``, where :func:`unsupported` has nothing against it."""
     mixture = problem.mixture
     by_sum = problem.normalization == "sum"
-    out = fused_linear_attention(
+    out = attend(
         mixture.query, mixture.key, mixture.value, None if mixture.shift is None else mixture.shift.float(),
         mixture.log_prior, mixture.key_mask, None if by_sum else problem.counts().sqrt(), mixture.is_causal,
         MAPS[problem.feature_map.key],
-    )[0]  # fmt: skip
+    )  # fmt: skip
     return out if mixture.query_mask is None else out.masked_fill(~mixture.query_mask[:, None, :, None], 0.0)
 
 
@@ -53,39 +55,50 @@ def attention(problem: LinearProblem) -> Tensor:
 def attention_and_state(problem: LinearProblem) -> tuple[Tensor, Tensor]:
     """The same going on from a state, and the state after the last key, ``[B, Hkv, D, Dv + 1]``. Without gradients."""
     mixture = problem.mixture
-    found = _forward(
+    width, value_width = mixture.query.shape[-1], mixture.value.shape[-1]
+    d, dv = block_width(width), block_width(value_width)
+    initial = None
+    if problem.state is not None:
+        state = F.pad(problem.state[..., :-1], (0, dv - value_width, 0, d - width)).flatten(2)
+        initial = torch.cat([state, F.pad(problem.state[..., -1], (0, d - width))], dim=-1).contiguous()
+    out, _, sums = _run_forward(
         mixture.query, mixture.key, mixture.value, None if mixture.shift is None else mixture.shift.float(),
-        mixture.log_prior, mixture.key_mask, None, mixture.is_causal, MAPS[problem.feature_map.key], problem.state,
+        mixture.log_prior, mixture.key_mask, None, mixture.is_causal, MAPS[problem.feature_map.key], initial,
     )  # fmt: skip
-    out = found.out
     if mixture.query_mask is not None:
         out = out.masked_fill(~mixture.query_mask[:, None, :, None], 0.0)
-    shape = (len(mixture.query), mixture.key.shape[1])
-    width, value_width = mixture.query.shape[-1], mixture.value.shape[-1]
-    state = found.last_state.unflatten(0, shape)[..., :width, :value_width]
-    return out, torch.cat([state, found.last_total.unflatten(0, shape)[..., :width, None]], dim=-1)
+    last = sums[:, -1].unflatten(0, (len(mixture.query), mixture.key.shape[1]))
+    state = last[..., : d * dv].unflatten(-1, (d, dv))[..., :width, :value_width]
+    return out, torch.cat([state, last[..., d * dv : d * dv + width, None]], dim=-1)
 
 
 class _Plan(NamedTuple):
-    """How a call is cut, and what all of its kernels are told."""
+    """How tokens are cut into segments, and what all kernels of a call are told."""
 
-    block: int
     segments: int
-    blocks_per_segment: int
+    tokens_per_segment: int
     options: dict[str, Any]
-    tile: tuning.Tile
+    element_size: int
+
+    def kernel(self, name: str) -> tuple[int, dict[str, Any], tuning.Tile]:
+        """Blocks in a segment, constants and tile of one of the kernels."""
+        width = max(self.options["D"], self.options["DV"])
+        tile = tuning.choose_linear_tile(
+            name, width, self.element_size, self.options["CAUSAL"], self.options["HAS_SHIFT"]
+        )
+        return self.tokens_per_segment // tile.columns, {**self.options, "BLOCK": tile.columns}, tile
 
 
 def _plan(
-    length: int, heads: int, query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None,
-    key_mask: Tensor | None, is_causal: bool, by_sum: bool, feature_map: str,
+    length: int, heads: int, query: Tensor, key: Tensor, widths: tuple[int, int], shift: Tensor | None,
+    log_prior: Tensor | None, key_mask: Tensor | None, is_causal: bool, by_sum: bool, feature_map: str,
 ) -> _Plan:  # fmt: skip
-    """``length`` tokens of ``heads`` heads of all samples are shared out."""
-    width, value_width = block_width(query.shape[-1]), block_width(value.shape[-1])
-    tile = tuning.choose_linear_tile(max(width, value_width), query.element_size())
-    blocks = count_blocks(length, tile.columns)
+    """``length`` tokens of ``heads`` heads of all samples are shared out; ``widths`` are those of keys and values."""
+    width, value_width = map(block_width, widths)
+    unit = tuning.linear_unit()
+    blocks = count_blocks(length, unit)
     wanted = 2 if tuning.is_interpreted() else count_blocks(2 * PROGRAMS, heads)
-    per_segment = count_blocks(blocks, max(1, min(wanted, blocks)))
+    per_segment = max(1, count_blocks(blocks, max(1, min(wanted, blocks))))
     options = {
         "M": key.shape[2] if shift is None else shift.shape[1],
         "HAS_SHIFT": shift is not None,
@@ -96,11 +109,11 @@ def _plan(
         "CAUSAL": is_causal,
         "BY_SUM": by_sum,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
-        "BLOCK": tile.columns,
         "D": width,
         "DV": value_width,
+        "EVEN": (width, value_width) == widths,
     }
-    return _Plan(tile.columns, count_blocks(blocks, max(per_segment, 1)), max(per_segment, 1), options, tile)
+    return _Plan(count_blocks(blocks, per_segment), per_segment * unit, options, query.element_size())
 
 
 def _prior_strides(log_prior: Tensor | None) -> tuple[int, int, int]:
@@ -113,12 +126,203 @@ def _new(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(*shape, dtype=torch.float32)
 
 
+def _state_size(options: dict[str, Any]) -> int:
+    return int(options["D"] * options["DV"] + options["D"])
+
+
+def _add_states(states: Tensor, initial: Tensor | None, is_causal: bool, reverse: bool) -> Tensor:
+    """``[heads, segments + 1, state]`` under causality, else ``[heads, 1, state]``: see ``linear_add_states``."""
+    heads, segments, size = states.shape
+    sums = _new(states, heads, segments + 1 if is_causal else 1, size)
+    together = 64 if tuning.is_interpreted() else 512
+    launch(
+        linear.linear_add_states,
+        heads * count_blocks(size, together),
+        (states, initial, sums, segments),
+        {
+            "CAUSAL": is_causal, "REVERSE": reverse, "HAS_INITIAL": initial is not None, "STATE": size,
+            "TOGETHER": together,
+        },
+        SMALL,
+    )  # fmt: skip
+    return sums
+
+
+def _run_forward(
+    query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None,
+    key_mask: Tensor | None, length: Tensor | None, is_causal: bool, feature_map: str, initial: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``initial``: ``[B, Hkv, state]``, what earlier keys have left."""
+    batch, heads, queries, width = query.shape
+    kv_heads, keys, value_width = key.shape[1], key.shape[3], value.shape[-1]
+    widths = (width, value_width)
+    with on_device(query):
+        query, key, value = aligned(query), aligned(key), aligned(value)
+        shift = None if shift is None else shift.contiguous()
+        key_mask = None if key_mask is None else key_mask.contiguous()
+        common = (query, key, widths, shift, log_prior, key_mask, is_causal, length is None, feature_map)
+        plan = _plan(keys, batch * kv_heads, *common)
+        states = _new(query, batch * kv_heads, plan.segments, _state_size(plan.options))
+        key_strides = (*key.stride()[:4], *value.stride()[:3], *_prior_strides(log_prior))
+        blocks, options, tile = plan.kernel("states")
+        launch(
+            linear.linear_states,
+            batch * kv_heads * plan.segments,
+            (
+                key, value, shift, log_prior, key_mask, states, *key_strides, kv_heads, keys, plan.segments, blocks,
+                width, value_width,
+            ),
+            options,
+            tile,
+        )  # fmt: skip
+        sums = _add_states(states, initial, is_causal, reverse=False)
+        out = query.new_empty(batch, heads, queries, value_width)
+        normaliser = _new(query, batch, heads, queries)
+        # Under causality the segments of queries are those of keys.
+        rows = plan if is_causal else _plan(queries, batch * heads, *common)
+        blocks, options, tile = rows.kernel("forward")
+        launch(
+            linear.linear_forward,
+            batch * heads * rows.segments,
+            (
+                query, key, value, out, shift, log_prior, key_mask, sums, length, normaliser, *query.stride()[:3],
+                *key_strides, heads, heads // kv_heads, queries, keys, rows.segments, blocks, width, value_width,
+            ),
+            options,
+            tile,
+        )  # fmt: skip
+    return out, normaliser, sums
+
+
+def _run_backward(
+    grad: Tensor, out: Tensor, normaliser: Tensor, sums: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    shift: Tensor | None, log_prior: Tensor | None, key_mask: Tensor | None, length: Tensor | None, is_causal: bool,
+    feature_map: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    batch, heads, queries, width = query.shape
+    kv_heads, keys, value_width = key.shape[1], key.shape[3], value.shape[-1]
+    widths = (width, value_width)
+    group_size = heads // kv_heads
+    shapes = query.shape, key.shape, value.shape
+    with on_device(query):
+        query, key, value, grad, out = (aligned(tensor) for tensor in (query, key, value, grad, out))
+        shift = None if shift is None else shift.contiguous()
+        key_mask = None if key_mask is None else key_mask.contiguous()
+        common = (query, key, widths, shift, log_prior, key_mask, is_causal, length is None, feature_map)
+        by_key = _plan(keys, batch * kv_heads, *common)
+        by_query = by_key if is_causal else _plan(queries, batch * heads, *common)
+        reverse = by_key if is_causal else _plan(queries, batch * kv_heads, *common)
+        d, components = by_key.options["D"], by_key.options["M"]
+        query_strides, grad_strides = query.stride()[:3], grad.stride()[:3]
+        key_strides = (*key.stride()[:4], *value.stride()[:3])
+        prior_strides = _prior_strides(log_prior)
+
+        grad_query = query.new_empty(shapes[0])
+        delta = _new(query, batch, heads, queries) if length is None else None
+        blocks, options, tile = by_query.kernel("query")
+        launch(
+            linear.linear_backward_query,
+            batch * heads * by_query.segments,
+            (
+                query, key, value, out, grad, grad_query, delta, shift, log_prior, key_mask, sums, normaliser,
+                *query_strides, *key_strides, *out.stride()[:3], *grad_strides, *prior_strides, heads, group_size,
+                queries, keys, by_query.segments, blocks, width, value_width,
+            ),
+            options,
+            tile,
+        )  # fmt: skip
+
+        states = _new(query, batch * kv_heads, reverse.segments, _state_size(reverse.options))
+        blocks, options, tile = reverse.kernel("reverse states")
+        launch(
+            linear.linear_reverse_states,
+            batch * kv_heads * reverse.segments,
+            (
+                query, grad, delta, normaliser, states, *query_strides, *grad_strides, heads, group_size, queries,
+                reverse.segments, blocks, width, value_width,
+            ),
+            options,
+            tile,
+        )  # fmt: skip
+        later = _add_states(states, None, is_causal, reverse=True)
+
+        grad_key, grad_value = key.new_empty(shapes[1]), value.new_empty(shapes[2])
+        blocks, options, tile = by_key.kernel("key_value")
+        shares = batch * by_key.segments * (1 if components <= 2 else blocks)
+        shift_share = None if shift is None else _new(query, kv_heads, components, shares, d)
+        prior_share = None
+        by_position = log_prior is not None and log_prior.shape[2] > 1
+        if log_prior is not None:
+            prior_share = _new(query, kv_heads, components, *((batch, keys) if by_position else (shares,)))
+        launch(
+            linear.linear_backward_key_value,
+            batch * kv_heads * by_key.segments,
+            (
+                query, key, value, grad, grad_key, grad_value, delta, shift, log_prior, key_mask, later, normaliser,
+                shift_share, prior_share, *query_strides, *key_strides, *grad_strides, *prior_strides, heads,
+                group_size, queries, keys, by_key.segments, blocks, batch, width, value_width,
+            ),
+            options,
+            tile,
+        )  # fmt: skip
+        grad_shift = _new(query, 0) if shift is None else _new(query, *shift.shape)
+        grad_prior = _new(query, 0) if log_prior is None else _new(query, *log_prior.shape)
+        if by_position and prior_share is not None:
+            grad_prior = prior_share.sum(dim=2)
+        if shift is not None or not (log_prior is None or by_position):
+            launch(
+                linear.linear_add_shares,
+                kv_heads,
+                (
+                    shift_share, prior_share, log_prior, grad_shift, grad_prior, *prior_strides[:2], shares, width,
+                ),
+                {**by_key.options, "TOGETHER": 32 if tuning.is_interpreted() else 128},
+                SMALL,
+            )  # fmt: skip
+    return grad_query, grad_key, grad_value, grad_shift, grad_prior
+
+
+def run_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`_run_forward`, again if it has been run for such inputs before."""
+    tensors, options = inputs[:7], inputs[7:]
+    query, key, value = tensors[:3]
+    if not replay.is_possible(query.device):
+        return _run_forward(*inputs)
+    return replay.once(  # type: ignore[return-value]
+        lambda: _run_forward(*inputs), replay.signature_of(tensors, ("linear", *options)), tensors, query.device,
+        is_plain=lambda: _is_plain(tensors, query, key, value),
+    )  # fmt: skip
+
+
+def run_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """:func:`_run_backward`, likewise."""
+    tensors, options = inputs[:11], inputs[11:]
+    grad, out, _, _, query, key, value, _, log_prior = tensors[:9]
+    if not replay.is_possible(query.device):
+        return _run_backward(*inputs)
+
+    def is_plain() -> bool:
+        by_head = log_prior is None or log_prior.shape[2] == 1
+        return by_head and _is_plain(tensors, grad, out, query, key, value)
+
+    return replay.once(  # type: ignore[return-value]
+        lambda: _run_backward(*inputs), replay.signature_of(tensors, ("linear backward", *options)), tensors,
+        query.device, is_plain=is_plain,
+    )  # fmt: skip
+
+
+def _is_plain(tensors: Sequence[Tensor | None], *tokens: Tensor) -> bool:
+    """Whether the kernels read all tensors as they are."""
+    parameters = [tensor for tensor in tensors if tensor is not None and all(tensor is not each for each in tokens)]
+    return all(aligned(each) is each for each in tokens) and all(each.is_contiguous() for each in parameters)
+
+
 @torch.library.custom_op("mgk::fused_linear_attention", mutates_args=())
 def fused_linear_attention(
     query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None,
     key_mask: Tensor | None, length: Tensor | None, is_causal: bool, feature_map: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Linear attention, its normaliser, and the states before each segment (or the one of all keys).
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Linear attention, its normaliser, and the states before each segment and after the last (or the last alone).
 
     Args:
         query: ``[B, H, Nq, D]``.
@@ -131,210 +335,64 @@ def fused_linear_attention(
         is_causal: with as many queries as keys.
         feature_map: ``"elu"`` or ``"relu"``.
     """
-    found = _forward(query, key, value, shift, log_prior, key_mask, length, is_causal, feature_map, None)
-    return found.out, found.normaliser, found.state, found.total
-
-
-class _Results(NamedTuple):
-    """Of forward, and the state after the last key."""
-
-    out: Tensor
-    normaliser: Tensor
-    state: Tensor
-    total: Tensor
-    last_state: Tensor
-    last_total: Tensor
-
-
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None,
-    key_mask: Tensor | None, length: Tensor | None, is_causal: bool, feature_map: str, initial: Tensor | None,
-) -> _Results:  # fmt: skip
-    """``initial``: ``[B, Hkv, D, Dv + 1]``, what earlier keys have left."""
-    batch, heads, queries, width = query.shape
-    kv_heads, keys, value_width = key.shape[1], key.shape[3], value.shape[-1]
-    with on_device(query):
-        query, key, value = aligned(query), aligned(key), aligned(value)
-        shift = None if shift is None else shift.contiguous()
-        key_mask = None if key_mask is None else key_mask.contiguous()
-        common = (query, key, value, shift, log_prior, key_mask, is_causal, length is None, feature_map)
-        plan = _plan(keys, batch * kv_heads, *common)
-        d, dv = plan.options["D"], plan.options["DV"]
-        state = _new(query, batch * kv_heads, plan.segments, d, dv)
-        total = _new(query, batch * kv_heads, plan.segments, d)
-        key_strides = (*key.stride()[:4], *value.stride()[:3], *_prior_strides(log_prior))
-        launch(
-            linear.linear_states,
-            batch * kv_heads * plan.segments,
-            (
-                key, value, shift, log_prior, key_mask, state, total, *key_strides, kv_heads, keys, plan.segments,
-                plan.blocks_per_segment, width, value_width,
-            ),
-            plan.options,
-            plan.tile,
-        )  # fmt: skip
-        last_state, last_total = state.sum(dim=1), total.sum(dim=1)
-        if is_causal:
-            state, total = _before(state), _before(total)
-        else:
-            state, total = last_state, last_total
-        if initial is not None:
-            initial = initial.flatten(0, 1)
-            first_state = F.pad(initial[..., :-1], (0, dv - value_width, 0, d - width))
-            first_total = F.pad(initial[..., -1], (0, d - width))
-            last_state, last_total = last_state + first_state, last_total + first_total
-            state = state + first_state[:, None] if is_causal else last_state
-            total = total + first_total[:, None] if is_causal else last_total
-        out = query.new_empty(batch, heads, queries, value_width)
-        normaliser = _new(query, batch, heads, queries)
-        # Under causality the segments of queries are those of keys.
-        rows = plan if is_causal else _plan(queries, batch * heads, *common)
-        launch(
-            linear.linear_forward,
-            batch * heads * rows.segments,
-            (
-                query, key, value, out, shift, log_prior, key_mask, state, total, length, normaliser,
-                *query.stride()[:3], *key.stride()[:4], *value.stride()[:3], *out.stride()[:3],
-                *_prior_strides(log_prior), heads, heads // kv_heads, queries, keys, rows.segments,
-                rows.blocks_per_segment, width, value_width,
-            ),
-            rows.options,
-            rows.tile,
-        )  # fmt: skip
-    return _Results(out, normaliser, state, total, last_state, last_total)
-
-
-def _before(states: Tensor) -> Tensor:
-    """``[heads, segments, ...]``: what all segments before each have left together."""
-    sums = states.cumsum(dim=1)
-    return torch.cat([torch.zeros_like(sums[:, :1]), sums[:, :-1]], dim=1)
-
-
-def _after(states: Tensor) -> Tensor:
-    """The same of all segments after each."""
-    return _before(states.flip(1)).flip(1)
+    return _run_forward(query, key, value, shift, log_prior, key_mask, length, is_causal, feature_map)
 
 
 @torch.library.custom_op("mgk::fused_linear_attention_backward", mutates_args=())
 def fused_linear_attention_backward(
-    grad: Tensor, out: Tensor, normaliser: Tensor, state: Tensor, total: Tensor, query: Tensor, key: Tensor,
-    value: Tensor, shift: Tensor | None, log_prior: Tensor | None, key_mask: Tensor | None, length: Tensor | None,
-    is_causal: bool, feature_map: str,
+    grad: Tensor, out: Tensor, normaliser: Tensor, sums: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    shift: Tensor | None, log_prior: Tensor | None, key_mask: Tensor | None, length: Tensor | None, is_causal: bool,
+    feature_map: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key, value, shift and log prior; the last two are empty where there is none."""
-    batch, heads, queries, width = query.shape
-    kv_heads, keys, value_width = key.shape[1], key.shape[3], value.shape[-1]
-    group_size = heads // kv_heads
-    shapes = query.shape, key.shape, value.shape
-    with on_device(query):
-        query, key, value, grad, out = (aligned(tensor) for tensor in (query, key, value, grad, out))
-        shift = None if shift is None else shift.contiguous()
-        key_mask = None if key_mask is None else key_mask.contiguous()
-        common = (query, key, value, shift, log_prior, key_mask, is_causal, length is None, feature_map)
-        by_key = _plan(keys, batch * kv_heads, *common)
-        by_query = by_key if is_causal else _plan(queries, batch * heads, *common)
-        reverse = by_key if is_causal else _plan(queries, batch * kv_heads, *common)
-        d, dv, components = by_key.options["D"], by_key.options["DV"], by_key.options["M"]
-        rows = (*out.stride()[:3], *grad.stride()[:3])
-        key_strides = (*key.stride()[:4], *value.stride()[:3])
-        prior_strides = _prior_strides(log_prior)
-
-        grad_query = query.new_empty(shapes[0])
-        launch(
-            linear.linear_backward_query,
-            batch * heads * by_query.segments,
-            (
-                query, key, value, out, grad, grad_query, shift, log_prior, key_mask, state, total, normaliser,
-                *query.stride()[:3], *key_strides, *rows, *prior_strides, heads, group_size, queries, keys,
-                by_query.segments, by_query.blocks_per_segment, width, value_width,
-            ),
-            by_query.options,
-            by_query.tile,
-        )  # fmt: skip
-
-        later = _new(query, batch * kv_heads, reverse.segments, d, dv)
-        later_total = _new(query, batch * kv_heads, reverse.segments, d)
-        launch(
-            linear.linear_reverse_states,
-            batch * kv_heads * reverse.segments,
-            (
-                query, out, grad, normaliser, later, later_total, *query.stride()[:3], *rows, heads, group_size,
-                queries, reverse.segments, reverse.blocks_per_segment, width, value_width,
-            ),
-            reverse.options,
-            reverse.tile,
-        )  # fmt: skip
-        later, later_total = (_after(each) if is_causal else each.sum(dim=1) for each in (later, later_total))
-
-        grad_key, grad_value = key.new_empty(shapes[1]), value.new_empty(shapes[2])
-        shares = batch * by_key.segments
-        shift_share = None if shift is None else _new(query, kv_heads, components, shares, d)
-        prior_share = None
-        if log_prior is not None:
-            prior_share = _new(query, kv_heads, components, *((batch, keys) if log_prior.shape[2] > 1 else (shares,)))
-        launch(
-            linear.linear_backward_key_value,
-            batch * kv_heads * by_key.segments,
-            (
-                query, key, value, out, grad, grad_key, grad_value, shift, log_prior, key_mask, later, later_total,
-                normaliser, shift_share, prior_share, *query.stride()[:3], *key_strides, *rows, *prior_strides, heads,
-                group_size, queries, keys, by_key.segments, by_key.blocks_per_segment, batch, width, value_width,
-            ),
-            by_key.options,
-            by_key.tile,
-        )  # fmt: skip
-        grad_shift = _new(query, 0) if shift_share is None else shift_share.sum(dim=2)[..., :width]
-        grad_prior = _new(query, 0)
-        if prior_share is not None and log_prior is not None:
-            grad_prior = prior_share.sum(dim=2).reshape(log_prior.shape)
-    return grad_query, grad_key, grad_value, grad_shift, grad_prior
+    return _run_backward(
+        grad, out, normaliser, sums, query, key, value, shift, log_prior, key_mask, length, is_causal, feature_map
+    )
 
 
 @fused_linear_attention.register_fake
 def _(
     query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None,
     key_mask: Tensor | None, length: Tensor | None, is_causal: bool, feature_map: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    batch, heads, queries, _ = query.shape
-    kv_heads, keys = key.shape[1], key.shape[3]
-    common = (query, key, value, shift, log_prior, key_mask, is_causal, length is None, feature_map)
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    batch, heads, queries, width = query.shape
+    kv_heads, keys, value_width = key.shape[1], key.shape[3], value.shape[-1]
+    widths = (width, value_width)
+    common = (query, key, widths, shift, log_prior, key_mask, is_causal, length is None, feature_map)
     plan = _plan(keys, batch * kv_heads, *common)
-    d, dv = plan.options["D"], plan.options["DV"]
-    segments = (plan.segments,) if is_causal else ()
     return (
-        query.new_empty(batch, heads, queries, value.shape[-1]),
+        query.new_empty(batch, heads, queries, value_width),
         _new(query, batch, heads, queries),
-        _new(query, batch * kv_heads, *segments, d, dv),
-        _new(query, batch * kv_heads, *segments, d),
+        _new(query, batch * kv_heads, plan.segments + 1 if is_causal else 1, _state_size(plan.options)),
     )
 
 
 @fused_linear_attention_backward.register_fake
 def _(
-    grad: Tensor, out: Tensor, normaliser: Tensor, state: Tensor, total: Tensor, query: Tensor, key: Tensor,
-    value: Tensor, shift: Tensor | None, log_prior: Tensor | None, *_: Any,
+    grad: Tensor, out: Tensor, normaliser: Tensor, sums: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    shift: Tensor | None, log_prior: Tensor | None, *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    empty = _new(query, 0)
     return (
         query.new_empty(query.shape),
         key.new_empty(key.shape),
         value.new_empty(value.shape),
-        empty if shift is None else _new(query, *shift.shape),
-        empty.clone() if log_prior is None else _new(query, *log_prior.shape),
+        _new(query, *((0,) if shift is None else shift.shape)),
+        _new(query, *((0,) if log_prior is None else log_prior.shape)),
     )
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, shift, log_prior, key_mask, length, is_causal, feature_map = inputs
-    ctx.save_for_backward(*output, query, key, value, shift, log_prior, key_mask, length)
-    ctx.options = (is_causal, feature_map)
+    ctx.save_for_backward(*output, *inputs[:7])
+    ctx.options = inputs[7:]
 
 
 def _backward(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
+    saved = ctx.saved_tensors  # once: activation checkpointing frees them as they are read
     grad = torch.zeros_like(saved[0]) if grad is None else grad
-    gradients = fused_linear_attention_backward(grad, *saved, *ctx.options)
-    shift, log_prior = saved[7], saved[8]
+    # With a graph of gradients the operation is asked, which refuses to be differentiated again.
+    run = run_backward if is_unwatched(grad) and not torch.is_grad_enabled() else fused_linear_attention_backward
+    gradients = run(grad, *saved, *ctx.options)
+    shift, log_prior = saved[6], saved[7]
     return (
         *gradients[:3],
         None if shift is None else gradients[3],
@@ -351,6 +409,30 @@ fused_linear_attention.register_autograd(_backward, setup_context=_save_for_back
 fused_linear_attention_backward.register_autograd(_refuse_second_order)
 
 
+class _LinearAttention(torch.autograd.Function):
+    """What the operation is, without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        output = run_forward(*inputs)
+        _save_for_backward(ctx, inputs, output)
+        ctx.mark_non_differentiable(*output[1:])
+        return output
+
+    backward = staticmethod(_backward)
+
+
+def attend(*inputs: Any) -> Tensor:
+    """The output alone, the way that takes the host least time. Arguments as of the operation."""
+    tensors = inputs[:7]
+    run: Any = fused_linear_attention
+    if is_unwatched(*tensors):
+        needs_graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        run = _LinearAttention.apply if needs_graph else run_forward
+    out: Tensor = run(*inputs)[0]
+    return out
+
+
 @register_flop_formula(torch.ops.mgk.fused_linear_attention)
 def _forward_flops(query_shape: Any, key_shape: Any, value_shape: Any, *args: Any, **_: Any) -> int:
     """The state of all keys, and what all queries read of it: what a chunk adds is an implementation's choice."""
@@ -360,8 +442,8 @@ def _forward_flops(query_shape: Any, key_shape: Any, value_shape: Any, *args: An
 
 @register_flop_formula(torch.ops.mgk.fused_linear_attention_backward)
 def _backward_flops(
-    grad_shape: Any, attention_shape: Any, normaliser_shape: Any, state_shape: Any, total_shape: Any, query_shape: Any,
-    key_shape: Any, value_shape: Any, *args: Any, **kwargs: Any,
+    grad_shape: Any, attention_shape: Any, normaliser_shape: Any, state_shape: Any, query_shape: Any, key_shape: Any,
+    value_shape: Any, *args: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
     """Each product has two in the backward pass."""
     return 2 * _forward_flops(query_shape, key_shape, value_shape)

@@ -190,8 +190,31 @@ def finite(b_term):
     return tl.maximum(b_term, -1e30)
 
 
+@triton.jit
+def weight_of(b_logit, b_tokens):
+    """``2 ** logit`` of a logit less the row's normaliser, so at most 1.
+
+    Of logits of a billion, which backward and forward round differently, it could be infinite. In fp32, where such
+    inputs occur, the bound is kept; half precision does without the comparison.
+    """
+    if b_tokens.dtype == tl.float32:
+        b_logit = tl.minimum(b_logit, 0.0)
+    return tl.math.exp2(b_logit)
+
+
 # Read once, as Triton does when it meets a kernel.
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def exp_once(b_x):
+    """``exp``, which the compiler does not repeat: where a block is needed in two layouts it would rather compute it
+    twice than move it, though exponentials are what such a kernel has most of."""
+    if _INTERPRETED:
+        return tl.exp(b_x)
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [b_x * 1.4426950408889634], dtype=tl.float32, is_pure=False, pack=1
+    )
 
 
 @triton.jit

@@ -105,13 +105,28 @@ def choose_decode_tile(width: int, key_tensors: int) -> Tile:
     return Tile(16, columns, 4, 2)
 
 
-def choose_linear_tile(width: int, element_size: int) -> Tile:
-    """Of linear attention: ``columns`` tokens make a chunk."""
+def linear_unit() -> int:
+    """Tokens of linear attention of which every tile makes whole blocks."""
+    return INTERPRETED.columns if is_interpreted() else 64
+
+
+def choose_linear_tile(name: str, width: int, element_size: int, is_causal: bool, is_shifted: bool) -> Tile:
+    """Of linear attention: ``columns`` tokens make a block."""
     if is_interpreted():
         return INTERPRETED
     if element_size == 4:
         return Tile(0, 32, 4, 1)
-    return Tile(0, 64, 4 if width <= 64 else 8, 2)
+    if width > 64:
+        return Tile(0, 64, 8, 2)
+    if name == "key_value" and is_causal:
+        return Tile(0, 64, 4, 2) if width <= 32 else Tile(0, 32, 4, 3)
+    if name == "key_value" and is_shifted and width == 64:
+        return Tile(0, 32, 4, 3)
+    if name == "query" and width == 64:
+        return Tile(0, 64, 4, 3) if is_causal else Tile(0, 64, 8, 1)
+    if (name in ("forward", "query") and is_causal != (width == 64)) or name in ("reverse states", "key_value"):
+        return Tile(0, 64, 4, 3, 168)
+    return Tile(0, 64, 4, 3, 168 if width == 64 else None)
 
 
 def tune(kernel: Kernel, device: torch.device, launch: Callable[[Tile], object]) -> None:

@@ -18,6 +18,7 @@ from mgk.ops.triton.tiles import (
     load_tile,
     unless_dropped,
     visible_queries,
+    weight_of,
 )
 
 
@@ -149,10 +150,10 @@ def _gather_two_keys(
     b_grad_weight = tl.dot(b_value, b_grad_out.T, input_precision=PRECISION)
     if HARD:
         b_share = first_share(b_second - b_first)
-        b_weight = tl.math.exp2(tl.maximum(b_first, b_second))
+        b_weight = weight_of(tl.maximum(b_first, b_second), b_query)
     else:
-        b_first = tl.math.exp2(b_first)
-        b_second = tl.math.exp2(b_second)
+        b_first = weight_of(b_first, b_query)
+        b_second = weight_of(b_second, b_query)
     if CAUSAL or HAS_MASK:
         b_seen = is_visible(
             o_i[None, :], o_j[:, None], p_mask, stride_mask_row, stride_mask_column, causal_offset, num_queries,
