@@ -112,15 +112,14 @@ def draw_rank(layers: Sequence[AttentionRank]) -> Figure:
     spectrum, *panels = (figure.add_subplot(2, 2, number) for number in range(1, 5))
     smallest = 1.0
     for number, layer in enumerate(layers):
+        colour = _layer_colour(number, len(layers))
         for sample, heads in enumerate(layer.matrices):
             for head, matrix in enumerate(heads):
-                values = matrix.singular_values
+                values = matrix.singular_values.clamp(min=1e-16).numpy()
                 label = layer.layer if sample == head == 0 else None
-                spectrum.plot(
-                    range(1, len(values) + 1), values.clamp(min=1e-16).numpy(), color=_layer_colour(number, len(layers)), linewidth=1.0,
-                    alpha=0.8, label=label,
-                )  # fmt: skip
-                smallest = min(smallest, float(values.clamp(min=1e-16).min()))
+                places = np.arange(1, len(values) + 1)
+                spectrum.plot(places, values, color=colour, linewidth=1.0, alpha=0.8, label=label)
+                smallest = min(smallest, float(values.min()))
     threshold = layers[0].threshold
     spectrum.axhline(threshold, color=GREY, linestyle="--", linewidth=1)
     spectrum.set_yscale("log")
