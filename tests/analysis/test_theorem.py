@@ -1,5 +1,6 @@
 """EM on the line, and how the error falls with the number of Gaussians."""
 
+import itertools
 import math
 
 import numpy as np
@@ -64,7 +65,7 @@ def test_a_given_variance_is_kept():
 
 def test_the_error_falls_with_the_number_of_gaussians(found):
     free = found.largest_error(found.free)
-    assert all(more < less for less, more in zip(free, free[1:], strict=False))
+    assert all(more < less for less, more in itertools.pairwise(free))
     assert free[-1] < free[0] / 10
 
 

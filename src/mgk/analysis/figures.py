@@ -45,25 +45,29 @@ MOST_TICKS = 24
 
 def draw_all(findings: Findings, folder: Path) -> list[Path]:
     """Draw everything that was found into a folder; the files in order."""
-    has_shifts = any(layer.shift is not None for layer in findings.mixture)
-    drawings: list[tuple[str, Callable[[], Figure]]] = [
-        ("attention-maps", lambda: draw_maps(findings.maps)),
-        ("rank", lambda: draw_rank(findings.rank)),
-        ("redundancy", lambda: draw_redundancy(findings.redundancy)),
-        ("mixture", lambda: draw_mixture(findings.mixture)),
-        ("keys", lambda: draw_keys(findings.mixture)),
-        ("key-projections", lambda: draw_projections(findings.mixture)),
-        *([("shifts", lambda: draw_shifts(findings.mixture))] if has_shifts else []),
-        ("theorem", lambda: draw_theorem(findings.theorem)),
-    ]
+    return [save(draw, folder / f"{name}.png") for name, draw in drawings(findings).items()]
+
+
+def drawings(findings: Findings) -> dict[str, Callable[[], Figure]]:
+    """What there is to draw, by the name of its file."""
+    found: dict[str, Callable[[], Figure]] = {
+        "attention-maps": lambda: draw_maps(findings.maps),
+        "rank": lambda: draw_rank(findings.rank),
+        "redundancy": lambda: draw_redundancy(findings.redundancy),
+        "mixture": lambda: draw_mixture(findings.mixture),
+        "keys": lambda: draw_keys(findings.mixture),
+        "key-projections": lambda: draw_projections(findings.mixture),
+    }
     density, responsibilities, curves = findings.density, findings.responsibilities, findings.curves
+    if any(layer.shift is not None for layer in findings.mixture):
+        found["shifts"] = lambda: draw_shifts(findings.mixture)
     if density is not None:
-        drawings.append(("density", lambda: draw_density(density)))
+        found["density"] = lambda: draw_density(density)
     if responsibilities is not None:
-        drawings.append(("responsibilities", lambda: draw_responsibilities(responsibilities)))
+        found["responsibilities"] = lambda: draw_responsibilities(responsibilities)
     if curves is not None:
-        drawings.append(("curves", lambda: draw_curves([curves])))
-    return [save(draw, folder / f"{name}.png") for name, draw in drawings]
+        found["curves"] = lambda: draw_curves([curves])
+    return {**found, "theorem": lambda: draw_theorem(findings.theorem)}
 
 
 def save(draw: Callable[[], Figure], path: Path) -> Path:

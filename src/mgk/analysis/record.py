@@ -72,7 +72,7 @@ class AttentionCall:
         if key.ndim == 3:
             key = key[:, None]
         if self.shift is not None:
-            key = key + self.shift.to(key.dtype)[:, :, None, :]
+            key = key + self.shift.detach().to(key.dtype)[:, :, None, :]
         return key[:, :, self.keys(sample)]
 
     def keys(self, sample: int) -> Tensor:
@@ -112,7 +112,7 @@ class AttentionCall:
         return {
             "query": self.query[sample, head, queries].to(dtype)[None, None],
             "key": self.key[sample, own].index_select(-2, self.keys(sample)).to(dtype)[None, None],
-            "shift": None if self.shift is None else self.shift[own : own + 1].to(dtype),
+            "shift": None if self.shift is None else self.shift[own : own + 1].detach().to(dtype),
             "log_prior": None if log_prior is None else log_prior[own : own + 1].to(dtype),
             "variance": variance.to(dtype) if isinstance(variance, Tensor) else variance,
             "similarity": self.attention.similarity,
@@ -133,7 +133,7 @@ class AttentionCall:
         log_prior = self.attention.prior()
         found = linear_mixture_weights(
             self.query[sample, head].to(dtype)[None, None], self.key[sample, own].to(dtype)[None, None],
-            shift=None if self.shift is None else self.shift[own : own + 1].to(dtype),
+            shift=None if self.shift is None else self.shift[own : own + 1].detach().to(dtype),
             log_prior=None if log_prior is None else log_prior[own : own + 1].to(dtype),
             feature_map=self.attention.feature_map, is_causal=self.is_causal,
             key_mask=None if self.key_mask is None else self.key_mask[sample : sample + 1],
