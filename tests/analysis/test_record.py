@@ -8,7 +8,7 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 import mgk
-from mgk.analysis import attention_maps, record_attention
+from mgk.analysis import attention_maps, record, record_attention
 
 PRESETS = ("softmax", "gaussian", "mgk", "smgk", "mgk-hard", "smgk-em", "softmax-mgk", "mlk", "smlk")
 
@@ -99,6 +99,32 @@ def test_masks_of_pairs_are_cut_to_the_queries():
         call.query[:, 1:], call.key[:, 1:], attn_mask=mask, is_causal=True, log_prior=torch.zeros(1, 2).double()
     )
     assert torch.allclose(call.weights(0, 1, queries), expected[0, 0, queries], atol=1e-12)
+
+
+@pytest.mark.parametrize("preset", ["smgk", "mlk"])
+def test_weights_that_are_kept_are_those_that_are_computed(preset):
+    call = make_call(preset, samples=2)
+    some, others = torch.arange(0, 12, 2), torch.arange(1, 12, 2)
+    expected = {each: call.weights(1, 1, queries) for each, queries in (("some", some), ("others", others))}
+    with call.keeping_weights():
+        kept = call.weights(1, 1, some)
+        assert call.weights(1, 1, some).data_ptr() == kept.data_ptr()
+        assert torch.equal(kept, expected["some"])
+        assert torch.equal(call.weights(1, 1, some, torch.float32), expected["some"].float())
+        assert torch.equal(call.weights(1, 1, others), expected["others"])
+        assert not torch.equal(call.weights(0, 1, others), expected["others"])
+    assert not call._kept
+    assert call.weights(1, 1, some).data_ptr() != kept.data_ptr()
+
+
+def test_only_so_many_weights_are_kept(monkeypatch):
+    call = make_call("mgk", samples=3)
+    monkeypatch.setattr(record, "KEPT_BYTES", 3 * 12 * 12 * 8)
+    with call.keeping_weights():
+        found = [call.weights(sample, head, torch.arange(12)) for sample in range(3) for head in range(2)]
+        assert set(call._kept) == {(0, 0), (0, 1), (1, 0)}
+        again = [call.weights(sample, head, torch.arange(12)) for sample in range(3) for head in range(2)]
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
 
 
 def test_models_and_inputs_that_cannot_be_recorded():

@@ -81,12 +81,17 @@ def analyze(
 
     if curves is None:
         left_out["curves"] = "no measurements of a training were given"
-    progress("attention maps")
-    maps = pooled_maps(record, num_queries=num_queries)
-    progress("rank")
-    rank = attention_rank(record, num_queries=num_queries)
-    progress("redundancy")
-    redundancy = head_redundancy(record, num_queries=num_queries)
+    maps: list[PooledMaps] = []
+    rank: list[AttentionRank] = []
+    redundancy: list[HeadRedundancy] = []
+    for call in record.calls:
+        # Layer by layer, so that the matrices of one are there at a time.
+        progress(f"attention matrices of {call.name}")
+        layer = AttentionRecord(calls=[call])
+        with call.keeping_weights():
+            rank += attention_rank(layer, num_queries=num_queries)
+            redundancy += head_redundancy(layer, num_queries=num_queries)
+            maps += pooled_maps(layer, num_queries=num_queries)
     progress("mixture")
     mixture = learned_mixture(record)
     density = attempt("density", lambda: query_density(record))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from mgk.ops import linear_mixture_weights, mixture_weights
 # Queries of one head that an analysis looks at unless told otherwise. Of longer sequences it takes this many, evenly
 # spaced: a singular value decomposition costs the cube of their number.
 NUM_QUERIES = 1024
+# Of attention weights that a layer remembers at most.
+KEPT_BYTES = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,6 +46,10 @@ class AttentionCall:
     """bool ``[B, Nq]``, False at padding."""
     attn_mask: Tensor | None
     """bool, broadcastable to ``[B, H, Nq, Nk]``."""
+    _keeps: list[bool] = field(default_factory=list, init=False, repr=False)
+    """Not empty while weights are kept."""
+    _kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
+    """By sample and head: queries and their weights."""
 
     @property
     def num_samples(self) -> int:
@@ -125,6 +131,27 @@ class AttentionCall:
 
         Computed in ``dtype`` from the queries and keys that the model had in its own precision.
         """
+        if not self._keeps:
+            return self._compute_weights(sample, head, queries, dtype)
+        kept_for, weights = self._kept.get((sample, head), (None, None))
+        if kept_for is None or weights is None or not torch.equal(kept_for, queries):
+            weights = self._compute_weights(sample, head, queries, torch.float64)
+            if sum(each.nbytes for _, each in self._kept.values()) + weights.nbytes <= KEPT_BYTES:
+                self._kept[sample, head] = queries, weights
+        return weights.to(dtype)
+
+    @contextlib.contextmanager
+    def keeping_weights(self) -> Iterator[None]:
+        """Inside, the fp64 weights of each head are computed once and remembered, for analyses that share them; beyond
+        :data:`KEPT_BYTES` those that come later are computed anew."""
+        self._keeps.append(True)
+        try:
+            yield
+        finally:
+            self._keeps.pop()
+            self._kept.clear()
+
+    def _compute_weights(self, sample: int, head: int, queries: Tensor, dtype: torch.dtype) -> Tensor:
         if not self.is_linear:
             options = self.problem(sample, head, queries, dtype)
             return mixture_weights(**options, assignment=self.attention.assignment)[0, 0]

@@ -81,7 +81,7 @@ def head_redundancy(record: AttentionRecord, *, num_queries: int | None = NUM_QU
             weights = [call.weights(sample, head, queries) for head in range(heads)]
             grams = [centred_gram(each) for each in weights]
             for a in range(heads):
-                for b in range(a, heads):
+                for b in range(a + 1):
                     apart, alike = total_variation(weights[a], weights[b]), linear_cka(grams[a], grams[b])
                     distance[a, b] += apart / call.num_samples
                     similarity[a, b] += alike / call.num_samples
