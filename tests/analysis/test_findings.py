@@ -84,13 +84,22 @@ def test_every_picture_is_drawn(found, tmp_path):
 DRAWINGS = (*sorted(ALWAYS), "shifts", "density", "responsibilities", "curves")
 
 
-@pytest.mark.parametrize("name", DRAWINGS)
-def test_words_neither_overlap_nor_leave_the_picture(found, name):
+@pytest.fixture(scope="module")
+def translation():
+    """Layers with long names."""
+    return find("translation", num_hidden_layers=3)
+
+
+@pytest.mark.parametrize(
+    ("which", "name"),
+    [*(("found", name) for name in DRAWINGS), *(("translation", name) for name in ("rank", "redundancy", "mixture"))],
+)
+def test_words_neither_overlap_nor_leave_the_picture(which, name, request):
     """Titles, labels and ticks of every panel, where they end up on the canvas."""
     import matplotlib
 
     with matplotlib.rc_context(figures.STYLE):
-        figure = figures.drawings(found)[name]()
+        figure = figures.drawings(request.getfixturevalue(which))[name]()
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
     renderer = canvas.get_renderer()

@@ -25,6 +25,7 @@ from mgk.analysis.theorem import Approximation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.colorbar import Colorbar
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#333333")
@@ -39,6 +40,8 @@ DARKEST = 1e-2
 IN_A_ROW = 8
 # Panels of one picture, above which only the first heads of each layer are shown.
 MOST_PANELS = 48
+# Letters of a layer's name, above which it has a line of its own.
+LONG_NAME = 10
 # Heads on one axis, above which they have no numbers of their own.
 MOST_TICKS = 24
 
@@ -83,6 +86,7 @@ def save(draw: Callable[[], Figure], path: Path) -> Path:
 def draw_maps(layers: Sequence[PooledMaps]) -> Figure:
     """Attention matrices, a row for each layer and a column for each head (figures 2, 6 and 9 of the paper)."""
     from matplotlib.colors import LogNorm
+    from matplotlib.ticker import LogFormatter
 
     heads = max(len(layer.weights) for layer in layers)
     figure, grid = _grid(len(layers), heads, 1.9, 2.0, extra=(1.6, 0.9))
@@ -98,14 +102,15 @@ def draw_maps(layers: Sequence[PooledMaps]) -> Figure:
                 extent=(0, layer.num_keys, layer.num_queries, 0),
             )  # fmt: skip
             _frame(axes)
-            axes.set_title(f"{layer.layer}, head {head + 1}", fontsize=9)
+            axes.set_title(_title(layer.layer, head), fontsize=9)
             if head == 0:
                 axes.set_ylabel("query position")
             if row == len(layers) - 1:
                 axes.set_xlabel("key position")
         _hide(grid[row][len(layer.weights) :])
-    bar = figure.colorbar(image, ax=[axes for row in grid for axes in row], shrink=0.9, pad=0.02)
-    bar.set_label(f"weight, 1 = the same for every key; {DARKEST:g} and less is darkest")
+    bar = _colorbar(figure, image, [axes for row in grid for axes in row], "weight, 1 = the same for every key")
+    bar.ax.yaxis.set_major_formatter(LogFormatter())
+    bar.ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
     figure.suptitle("Where each head looks")
     return figure
 
@@ -156,33 +161,37 @@ def draw_rank(layers: Sequence[AttentionRank]) -> Figure:
 def draw_redundancy(layers: Sequence[HeadRedundancy]) -> Figure:
     """Distance and similarity of every pair of heads, a column for each layer."""
     heads = max(len(layer.distance) for layer in layers)
-    side = max(2.3, 0.55 * heads + 0.9)
-    is_crowded = side * len(layers) > 24
+    columns = min(IN_A_ROW, len(layers))
+    side = max(2.5, 0.55 * heads + 0.9)
+    is_crowded = side * columns > 20
     if is_crowded:
-        side = max(24 / len(layers), 1.7)
-    figure, grid = _grid(2, len(layers), side, side, extra=(1.5, 1.0))
-    rows = (("distance", "Distance", "share of attention put elsewhere"), ("similarity", "CKA", "linear CKA"))
-    for row, (name, title, label) in enumerate(rows):
-        image: Any = None
-        for column, layer in enumerate(layers):
-            axes, square = grid[row][column], getattr(layer, name)
-            image = axes.imshow(square.numpy(), vmin=0, vmax=1, cmap="cividis")
+        side = 2.5
+    lines = -(-len(layers) // columns)
+    figure, grid = _grid(2 * lines, columns, side, side + 0.4, extra=(1.5, 1.0))
+    _hide([axes for row in grid for axes in row])
+    rows = (("distance", "Distance", "share of attention elsewhere"), ("similarity", "CKA", "linear CKA"))
+    for number, layer in enumerate(layers):
+        for row, (name, title, _) in enumerate(rows):
+            axes, square = grid[2 * (number // columns) + row][number % columns], getattr(layer, name)
+            axes.set_visible(True)
+            axes.imshow(square.numpy(), vmin=0, vmax=1, cmap="cividis")
             for a in range(0 if is_crowded else len(square)):
                 for b in range(len(square)):
                     value = float(square[a, b])
                     axes.text(
-                        b, a, f"{value:.2f}", ha="center", va="center", fontsize=8 if heads <= 8 else 6,
-                        color="black" if value > 0.6 else "white",
+                        b, a, f"{value:.2f}", ha="center", va="center", color="black" if value > 0.6 else "white",
+                        fontsize=8 if heads <= 8 else 6,
                     )  # fmt: skip
             _frame(axes)
             ticks = range(len(square))
             axes.set_xticks(ticks, [f"{tick + 1}" for tick in ticks])
             axes.set_yticks(ticks, [f"{tick + 1}" for tick in ticks])
-            axes.set_title(f"{title}, {layer.layer}")
+            axes.set_title(f"{title}{chr(10) if len(layer.layer) > LONG_NAME else ', '}{layer.layer}", fontsize=9)
             axes.set_xlabel("head")
-            if column == 0:
+            if number % columns == 0:
                 axes.set_ylabel("head")
-        figure.colorbar(image, ax=grid[row], shrink=0.85, pad=0.02).set_label(label)
+    for line in range(2 * lines):
+        _colorbar(figure, grid[line][0].images[0], grid[line], rows[line % 2][2])
     figure.suptitle("How alike heads are")
     return figure
 
@@ -219,8 +228,12 @@ def draw_density(layers: Sequence[QueryDensity]) -> Figure:
 def draw_mixture(layers: Sequence[LearnedMixture]) -> Figure:
     """Priors, variances, and how far components are apart."""
     heads = sum(len(layer.prior) for layer in layers)
-    figure = _figure(min(max(11.0, 1.5 * heads), 24.0), 3.9)
-    priors, variances, distances = (figure.add_subplot(1, 3, number) for number in (1, 2, 3))
+    if heads <= MOST_TICKS // 2:
+        figure = _figure(max(11.0, 1.5 * heads), 3.9)
+        priors, variances, distances = (figure.add_subplot(1, 3, number) for number in (1, 2, 3))
+    else:
+        figure = _figure(min(0.3 * heads + 4.0, 20.0), 9.0)
+        priors, variances, distances = (figure.add_subplot(3, 1, number) for number in (1, 2, 3))
     names = [(layer.layer, len(layer.prior)) for layer in layers]
     components = max(layer.prior.shape[1] for layer in layers)
     width = 0.8 / components
@@ -265,7 +278,7 @@ def draw_keys(layers: Sequence[LearnedMixture]) -> Figure:
     """Keys of the first tokens, each component of each head (figure 14 of the paper)."""
     heads, note = _shown([len(layer.prior) for layer in layers], max(layer.keys.shape[1] for layer in layers))
     panels = [
-        (f"{layer.layer}, head {head + 1}" + (f"\ncomponent {number + 1}" if len(keys) > 1 else ""), each.numpy())
+        (_title(layer.layer, head, number if len(keys) > 1 else None), each.numpy())
         for layer in layers
         for head, keys in enumerate(layer.keys[:heads])
         for number, each in enumerate(keys)
@@ -278,7 +291,7 @@ def draw_projections(layers: Sequence[LearnedMixture]) -> Figure:
     """The weights that make the keys, inputs by coordinates (figure 13 of the paper)."""
     heads, note = _shown([len(layer.prior) for layer in layers], max(layer.projection.shape[1] for layer in layers))
     panels = [
-        (f"{layer.layer}, head {head + 1}" + (f"\ncomponent {number + 1}" if len(each) > 1 else ""), one.T.numpy())
+        (_title(layer.layer, head, number if len(each) > 1 else None), one.T.numpy())
         for layer in layers
         for head, each in enumerate(layer.projection[:heads])
         for number, one in enumerate(each)
@@ -292,9 +305,11 @@ def draw_shifts(layers: Sequence[LearnedMixture]) -> Figure:
     if not shifts:
         raise ValueError("layers must have shifted keys, got projected ones")
     heads, components, _ = shifts[0][1].shape
-    columns = min(2, len(shifts))
+    columns = min(2 if len(shifts) <= 6 else 4, len(shifts))
     lines = -(-len(shifts) // columns)
-    figure, grid = _grid(lines, columns, 5.2, 0.22 * heads * components + 0.9, extra=(1.2, 0.6))
+    figure, grid = _grid(
+        lines, columns, 5.2 if columns <= 2 else 4.0, 0.22 * heads * components + 0.9, extra=(1.2, 0.6)
+    )
     largest = max(float(shift.abs().max()) for _, shift in shifts) or 1.0
     image: Any = None
     for number, (name, shift) in enumerate(shifts):
@@ -312,7 +327,7 @@ def draw_shifts(layers: Sequence[LearnedMixture]) -> Figure:
         if number + columns >= len(shifts):
             axes.set_xlabel("coordinate of the key")
     _hide([axes for row in grid for axes in row][len(shifts) :])
-    figure.colorbar(image, ax=[axes for row in grid for axes in row], shrink=0.9, pad=0.02).set_label("shift")
+    _colorbar(figure, image, [axes for row in grid for axes in row], "shift")
     figure.suptitle("Shifts of each head and component")
     return figure
 
@@ -455,8 +470,7 @@ def _heatmaps(panels: Sequence[tuple[str, Any]], title: str, across: str, down: 
         if number + columns >= len(panels):
             axes.set_xlabel(across)
     _hide([axes for row in grid for axes in row][len(panels) :])
-    bar = figure.colorbar(image, ax=[axes for row in grid for axes in row], shrink=0.8, pad=0.02)
-    bar.set_label(label)
+    _colorbar(figure, image, [axes for row in grid for axes in row], label)
     figure.suptitle(title)
     return figure
 
@@ -489,9 +503,9 @@ def _name_heads(axes: Axes, layers: Sequence[tuple[str, int]]) -> None:
         axes.set_xticks(range(total), labels)
         axes.set_xlabel("head")
     else:
-        axes.set_xticks(middles, [name.removeprefix("layer ") for name, _ in layers])
+        axes.set_xticks(middles, [_short(name) for name, _ in layers])
         axes.set_xlabel("layer, its heads side by side")
-        if any(not name.startswith("layer ") for name, _ in layers):
+        if len(layers) > 12 and any(len(name) > LONG_NAME for name, _ in layers):
             axes.tick_params(axis="x", labelrotation=90)
     axes.set_xlim(-0.6, total - 0.4)
 
@@ -499,6 +513,28 @@ def _name_heads(axes: Axes, layers: Sequence[tuple[str, int]]) -> None:
 def _by_head(layer: AttentionRank, name: str) -> Tensor:
     """``[samples, heads]``"""
     return torch.tensor([[getattr(matrix, name) for matrix in heads] for heads in layer.matrices], dtype=torch.float64)
+
+
+def _title(layer: str, head: int, component: int | None = None) -> str:
+    """What a panel shows, in two lines where one would be too long."""
+    if component is not None:
+        return f"{layer}\nhead {head + 1}, component {component + 1}"
+    return f"{layer}{chr(10) if len(layer) > LONG_NAME else ', '}head {head + 1}"
+
+
+def _short(layer: str) -> str:
+    """The name of a layer where there is little room."""
+    short = layer.replace("encoder layer", "enc").replace("decoder layer", "dec").replace(", cross", "\ncross")
+    return short.removeprefix("layer ")
+
+
+def _colorbar(figure: Figure, image: Any, many: Sequence[Axes], label: str) -> Colorbar:
+    """As wide beside a tall picture as beside a flat one, and as long as a few panels."""
+    rows = len({place.rowspan.start for axes in many if (place := axes.get_subplotspec()) is not None})
+    shrink = min(0.9, 2.4 / rows)
+    bar = figure.colorbar(image, ax=list(many), pad=0.02, shrink=shrink, aspect=15 * rows * shrink)
+    bar.set_label(label)
+    return bar
 
 
 def _frame(axes: Axes) -> None:
