@@ -27,7 +27,7 @@ from mgk.training.configuration import RunConfig, from_mapping
 from mgk.training.task import build_task
 
 LISTS = {"train": 40, "valid": 12, "test": 12, "minimum": 5, "maximum": 24}
-SMALL = {"hidden_size": 16, "num_attention_heads": 2, "head_dim": 8, "intermediate_size": 16, "num_hidden_layers": 2}
+SMALL = {"hidden_size": 16, "num_attention_heads": 2, "head_dim": 8, "intermediate_size": 16, "num_hidden_layers": 1}
 
 
 def run(monkeypatch, capsys, *arguments, code=0):
