@@ -46,7 +46,10 @@ def test_version_matches_the_changelog():
 
 
 def test_code_in_the_docs_runs():
-    for page in (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("models", "data", "training"))):
+    for page in (
+        ROOT / "README.md",
+        *(ROOT / "docs" / f"{name}.md" for name in ("models", "data", "training", "analysis")),
+    ):
         blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
         assert blocks
         for block in blocks:
@@ -79,6 +82,7 @@ COMMANDS = {
     r"mgk train [^-]*(--attention \S+ --heads \d+|--row \S+)?( \S+=\S+)*( --data \S+)?": "test_train_with_changes",
     r"mgk train \S+ --devices \d+( --strategy fsdp2)?": "test_the_command_with_shards",
     r"mgk evaluate .*": "test_evaluate_classification",
+    r"mgk analyze .*": "test_analyze_a_run",
     r"mgk sweep .*": "test_sweep",
     r"mgk data list": "test_list_names_every_corpus",
     r"mgk data prepare listops.*": "test_a_generated_corpus_needs_no_files",

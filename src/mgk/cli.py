@@ -15,6 +15,7 @@ try:
 except ImportError as error:  # pragma: no cover
     raise SystemExit("the command mgk needs typer and transformers: pip install 'mgk[models]'") from error
 
+from mgk.commands.analyze import analyze
 from mgk.commands.bench import app as bench_app
 from mgk.commands.training import register as register_training
 from mgk.data.commands import app as data_app
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.command()(demo)
+app.command()(analyze)
 register_training(app)
 
 

@@ -1,0 +1,115 @@
+"""Which component answers: the posterior of each component, token by token."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mgk.analysis.record import NUM_QUERIES, AttentionCall, AttentionRecord
+
+# Pairs whose posteriors are held at a time.
+BLOCK_ELEMENTS = 2**22
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenResponsibilities:
+    """The responsibilities of one layer for the tokens of one sample, in fp64."""
+
+    layer: str
+    """Its name in the record."""
+    queries: Tensor
+    """``[n]``: the positions of the queries that were looked at."""
+    keys: Tensor
+    """``[Nk]``: the positions of the keys, all that are not padding."""
+    of_queries: Tensor
+    """``[H, n, M]``: ``sum_j weight_ij p(r | i, j)``, how much of what query i receives comes through component r. Sums
+    to 1 over components; 0 for a query that sees no key."""
+    of_keys: Tensor
+    """``[H, Nk, M]``: mean over the queries that see key j of ``p(r | i, j)``: the paper's ``N_jr / N``. Sums to 1 over
+    components; 0 for a key that no query sees."""
+    mean: Tensor
+    """``[H, M]``: mean of ``p(r | i, j)`` over all visible pairs, which is what EM would make the prior."""
+
+
+def token_responsibilities(
+    record: AttentionRecord, *, sample: int = 0, num_queries: int | None = NUM_QUERIES
+) -> list[TokenResponsibilities]:
+    """The posterior of each component given a pair of tokens, summed up for each token.
+
+    ::
+
+        p(r | i, j) = prior_r exp(similarity(q_i, k_jr)) / sum_s prior_s exp(similarity(q_i, k_js))
+
+    With ``assignment="hard"`` the best component has it all; components that tie share it.
+
+    Args:
+        record: of a model and a batch, with at least two components to a key.
+        sample: which of the batch.
+        num_queries: queries to look at, evenly spaced; ``None``: all.
+    """
+    if not 0 <= sample < record.num_samples:
+        raise ValueError(f"sample must lie in [0, {record.num_samples}), got {sample}")
+    return [_of_call(call, sample, num_queries) for call in record.calls]
+
+
+def _of_call(call: AttentionCall, sample: int, num_queries: int | None) -> TokenResponsibilities:
+    if call.is_linear:
+        raise ValueError(f"responsibilities need a mixture of exponentials, got linear attention in {call.name}")
+    if call.num_components < 2:
+        raise ValueError(f"responsibilities need at least two components, got one in {call.name}")
+    queries, keys = call.queries(sample, num_queries), call.keys(sample)
+    heads, components = call.num_heads, call.num_components
+    of_queries = torch.zeros(heads, len(queries), components, dtype=torch.float64)
+    of_keys = torch.zeros(heads, len(keys), components, dtype=torch.float64)
+    mean = torch.zeros(heads, components, dtype=torch.float64)
+    rows = max(1, BLOCK_ELEMENTS // max(1, components * len(keys)))
+    for head in range(heads):
+        start = 0
+        for block in queries.split(rows):
+            posterior, weight = _posterior(call, sample, head, block)
+            of_queries[head, start : start + len(block)] = torch.einsum("ij,rij->ir", weight, posterior).cpu()
+            of_keys[head] += posterior.sum(dim=1).T.cpu()
+            start += len(block)
+        total = of_keys[head].sum(dim=0)
+        mean[head] = total / total.sum().clamp(min=1.0)
+    counts = of_keys.sum(dim=-1, keepdim=True)
+    return TokenResponsibilities(
+        layer=call.name,
+        queries=queries.cpu(),
+        keys=keys.cpu(),
+        of_queries=of_queries,
+        of_keys=of_keys / counts.masked_fill(counts == 0, 1.0),
+        mean=mean,
+    )
+
+
+def _posterior(call: AttentionCall, sample: int, head: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+    """``p(r | i, j)``, ``[M, n, Nk]``, 0 where i does not see j; and the weights ``[n, Nk]``."""
+    options = call.problem(sample, head, queries, torch.float64)
+    query, key, variance = options["query"][0, 0], options["key"][0, 0], options["variance"]
+    key = key[None] if key.ndim == 2 else key
+    if options["shift"] is not None:
+        key = key + options["shift"][0][:, None, :]
+    scale = torch.as_tensor(variance, dtype=torch.float64, device=query.device).reshape(-1, 1, 1)
+    if call.attention.similarity == "gaussian":
+        square = query.square().sum(-1)[:, None] - 2 * (query @ key.mT) + key.square().sum(-1)[:, None, :]
+        logit = -0.5 * square / scale
+    else:
+        logit = query @ key.mT / scale
+    if call.attention.assignment == "hard":
+        best = (logit == logit.amax(dim=0, keepdim=True)).double()
+        posterior = best / best.sum(dim=0, keepdim=True)
+        logit = logit.amax(dim=0, keepdim=True)
+    else:
+        if options["log_prior"] is not None:
+            logit = logit + options["log_prior"][0][:, None, None]
+        posterior = logit.softmax(dim=0)
+    if options["attn_mask"] is not None:
+        hidden = ~options["attn_mask"][0, 0]
+        logit, posterior = logit.masked_fill(hidden, -math.inf), posterior.masked_fill(hidden, 0.0)
+    weight = logit.logsumexp(dim=0)
+    # A query that sees nothing has -inf everywhere, and gets 0.
+    return posterior, weight.softmax(dim=-1).nan_to_num(0.0)
