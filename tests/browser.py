@@ -9,6 +9,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +21,16 @@ OPTIONS = (
     "--disable-component-update", "--disable-sync", "--mute-audio", "--force-color-profile=srgb",
     "--font-render-hinting=none",
 )  # fmt: skip
+# The browser reads commands from its descriptor 3 and answers on 4, a zero byte after each message.
+CONNECT = """
+import os, sys
+reading, writing = os.dup(int(sys.argv[1])), os.dup(int(sys.argv[2]))
+while min(reading, writing) < 5:
+    reading, writing = os.dup(reading), os.dup(writing)
+os.dup2(reading, 3)
+os.dup2(writing, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 PATIENCE = 60.0
 
 PHONE, DESKTOP = (360, 740), (1280, 900)
@@ -38,12 +49,11 @@ def start():
     """A browser that is gone afterwards, with its profile."""
     program = find_chromium()
     assert program is not None
-    # The browser reads commands from its descriptor 3 and answers on 4, a zero byte after each message.
     its_input, our_output = os.pipe()
     our_input, its_output = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(
-            ["/bin/sh", "-c", f'exec "$@" 3<&{its_input} 4>&{its_output}', "sh", program, *OPTIONS,
+            [sys.executable, "-I", "-S", "-c", CONNECT, str(its_input), str(its_output), program, *OPTIONS,
              "--remote-debugging-pipe", f"--user-data-dir={profile}", "about:blank"],
             pass_fds=(its_input, its_output), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip

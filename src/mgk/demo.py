@@ -93,8 +93,8 @@ def train_side_by_side(
 def make_report(trained: dict[str, tuple[Trainer, dict[str, Any]]], corpus: Corpus, command: str) -> Report:
     """What the models cost, how they learned, and where they look."""
     from mgk.analysis import Report, RunReport, cost
-    from mgk.analysis.report.comparison import flatten
     from mgk.analysis.report.examples import look
+    from mgk.analysis.report.settings import flatten
     from mgk.training.tracking import METRICS, read_curves
 
     examples = _examples(corpus)

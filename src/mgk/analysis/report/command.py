@@ -7,24 +7,40 @@ import shlex
 from typing import Any
 
 import mgk.recipes
-from mgk.training.configuration import RunConfig, differences, parse_yaml, to_mapping
+from mgk.analysis.report.settings import flatten
+from mgk.training.configuration import RunConfig, parse_yaml, to_mapping
 
 
 def reproduce(config: RunConfig) -> str:
     """What to type to make a run with this configuration: its recipe, its row, its seed, and what was changed."""
-    start = ["mgk", "train"]
     if config.name not in mgk.recipes.names():
         # Of somebody's own; what was changed on the command line cannot be told from what the file says.
-        words = [*start, f"{config.name}.yaml", *(["--row", config.row] if config.row else []), f"seed={config.seed}"]
+        words = [
+            "mgk",
+            "train",
+            f"{config.name}.yaml",
+            *(["--row", config.row] if config.row else []),
+            f"seed={config.seed}",
+        ]
         return f"{shlex.join(words)}  # {config.name}.yaml is a recipe of your own; its settings are all listed above"
+    # Most recipes name a row; where the architecture decides, a run without one is another configuration.
+    commands = [_of_recipe(config, row) for row in dict.fromkeys([config.row or None, None])]
+    command, missed = next((each for each in commands if not each[1]), commands[0])
+    return command + (f"  # the recipe has changed since: {', '.join(missed)}" if missed else "")
+
+
+def _of_recipe(config: RunConfig, row: str | None) -> tuple[str, list[str]]:
+    """A command, and the settings that come out different."""
     recipe = mgk.recipes.load(config.name)
-    base, wanted = to_mapping(recipe.config(config.row or None)), to_mapping(config)
-    changed = {key: new for key, (_, new) in differences(base, wanted).items() if key not in ("seed", "row")}
-    changes = [f"{key}={yaml_value(value)}" for key, value in changed.items()]
-    words = [*start, config.name, *(["--row", config.row] if config.row else []), f"seed={config.seed}", *changes]
-    remade = recipe.config(config.row or None, [f"seed={config.seed}", *changes])
-    rest = differences(to_mapping(remade), wanted)
-    return shlex.join(words) + (f"  # the recipe has changed since: {', '.join(rest)}" if rest else "")
+    base, wanted = (flatten(to_mapping(each)) for each in (recipe.config(row), config))
+    changed = {key: value for key, value in wanted.items() if key not in base or base[key] != value}
+    changes = [f"{key}={yaml_value(value)}" for key, value in changed.items() if key not in ("row", "seed")]
+    words = ["mgk", "train", config.name, *([] if row is None else ["--row", row]), f"seed={config.seed}", *changes]
+    remade = flatten(to_mapping(recipe.config(row, [f"seed={config.seed}", *changes])))
+    missed = [
+        key for key in {**wanted, **remade} if key not in wanted or key not in remade or wanted[key] != remade[key]
+    ]
+    return shlex.join(words), missed
 
 
 def yaml_value(value: Any) -> str:

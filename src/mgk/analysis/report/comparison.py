@@ -16,6 +16,7 @@ from mgk.analysis.report.command import reproduce, yaml_value
 from mgk.analysis.report.examples import Example, find_examples, look
 from mgk.analysis.report.page import AttentionMaps, Report, RunReport, Table, TableRow
 from mgk.analysis.report.run import Run, load_model, read_run
+from mgk.analysis.report.settings import flatten
 from mgk.analysis.report.tables import COSTS, cost_notes, cost_row, results_table
 from mgk.data.errors import DataError
 from mgk.data.kind import Progress, no_progress
@@ -222,14 +223,6 @@ def _facts(run: Run) -> dict[str, str]:
         "explored model": run.checkpoint.name if run.checkpoint is not None else "",
     }
     return {key: value for key, value in facts.items() if value}
-
-
-def flatten(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Nested settings by their path, as the command line names them."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= flatten(value, f"{where}{key}.") if isinstance(value, Mapping) and value else {f"{where}{key}": value}
-    return flat
 
 
 def _title(runs: Sequence[Run]) -> str:
