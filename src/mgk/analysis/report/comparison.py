@@ -69,9 +69,9 @@ def compare_runs(
         model = None if found is None or found.checkpoint is None else load_model(found.checkpoint)
         costs.append(cost_row(row, members, model))
         maps: Sequence[AttentionMaps] = ()
-        if found is None or model is None:
+        if examples > 0 and (found is None or model is None):
             missing.append(f"{row} is not in the explorer: {members[0].missing}.")
-        elif examples > 0:
+        elif examples > 0 and found is not None and model is not None:
             try:
                 maps = seeing.look(found, model)
             except DataError as error:
