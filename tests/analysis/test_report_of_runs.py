@@ -312,7 +312,7 @@ def test_a_corpus_that_is_not_at_hand(train, monkeypatch, tmp_path):
     monkeypatch.delenv("MGK_DATA", raising=False)
     report = compare_runs([folder])
     assert report.runs[0].maps == ()
-    assert "smgk-2 is not in the explorer, since its corpus is not at hand: enwik8 needs a folder" in report.missing[0]
+    assert "smgk-2 is not in the explorer: its corpus is not at hand, enwik8 needs a folder" in report.missing[0]
 
 
 def test_another_corpus_is_not_explored(broken):

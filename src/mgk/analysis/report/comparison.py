@@ -65,17 +65,12 @@ def compare_runs(
     costs: list[TableRow] = []
     missing: list[str] = []
     for row, members in progress(list(rows.items()), "runs"):
-        found = next((run for run in members if run.checkpoint is not None), None)
-        model = None if found is None or found.checkpoint is None else load_model(found.checkpoint)
+        found = next((run for run in members if run.checkpoint is not None), members[0])
+        model = None if found.checkpoint is None else load_model(found.checkpoint)
         costs.append(cost_row(row, members, model))
-        maps: Sequence[AttentionMaps] = ()
-        if examples > 0 and (found is None or model is None):
-            missing.append(f"{row} is not in the explorer: {members[0].missing}.")
-        elif examples > 0 and found is not None and model is not None:
-            try:
-                maps = seeing.look(found, model)
-            except DataError as error:
-                missing.append(f"{row} is not in the explorer, since its corpus is not at hand: {error}.")
+        maps, lack = seeing.look(found, model)
+        if lack:
+            missing.append(f"{row} is not in the explorer: {lack}.")
         for run in members:
             shown.append(_describe(run, row, members, maps if run is found else (), model))
     several = [row for row, members in rows.items() if len(members) > 1]
@@ -106,9 +101,17 @@ class _Seeing:
         self.count, self.tokens, self.source, self.progress = count, tokens, source, progress
         self._corpora: dict[str, Corpus] = {}
 
-    def look(self, run: Run, model: PreTrainedModel) -> list[AttentionMaps]:
-        longest = min(self.tokens, run.config.data.longest)
-        return [look(model, example) for example in self._examples(run, longest)]
+    def look(self, run: Run, model: PreTrainedModel | None) -> tuple[list[AttentionMaps], str]:
+        """Maps of the examples, or why there are none."""
+        if self.count == 0:
+            return [], ""
+        if model is None:
+            return [], run.missing
+        try:
+            examples = self._examples(run, min(self.tokens, run.config.data.longest))
+        except DataError as error:
+            return [], f"its corpus is not at hand, {error}"
+        return [look(model, example) for example in examples], ""
 
     def _examples(self, run: Run, longest: int) -> list[Example]:
         key = json.dumps([run.config.data.corpus, run.config.data.options], sort_keys=True)

@@ -399,7 +399,7 @@ class Explorer {
     const spread = Math.exp(-keys.reduce((sum, { weight: w }) => sum + (w > 0 ? (w / total) * Math.log(w / total) : 0), 0));
     this.sentence.append("spreads its attention as if evenly over ");
     html(this.sentence, "strong", "", spread.toFixed(1));
-    this.sentence.append(` of ${this.maps.length} tokens.`);
+    this.sentence.append(spread < 1.05 ? " token." : " tokens.");
     if (this.maps.components === 1) return;
     this.sentence.append(" Of it, ");
     range(this.maps.components).forEach((r) => {
