@@ -142,6 +142,24 @@ def test_results_are_means_over_seeds(finished):
     assert "24 test samples: differences of accuracy below 20.4%" in report.notes[0]
 
 
+def test_language_models_have_perplexities_first(train):
+    report = compare_runs([train("language")], examples=0)
+    assert report.results.columns == [
+        "seeds", "test perplexity", "test bits per token", "test loss", "best validation loss",
+    ]  # fmt: skip
+    own, *references = report.results.rows
+    assert float(own.cells[1].replace(",", "")) == pytest.approx(math.exp(float(own.cells[3])), rel=1e-2)
+    assert [row.name for row in references] == ["1-gram", "2-gram", "3-gram"]
+    for row in references:
+        perplexity, bits, nats = (float(cell.replace(",", "")) for cell in row.cells[1:4])
+        assert perplexity == pytest.approx(2**bits, rel=1e-2)
+        assert perplexity == pytest.approx(math.exp(nats), rel=1e-2)
+        assert row.cells[4] == ""
+    # Their accuracy has no line in a chart of perplexities.
+    assert report.metric is None
+    assert report.baselines == {}
+
+
 def test_curves_and_facts(finished):
     report = compare_runs(finished, examples=0)
     run, found = report.runs[0], result_of(finished[0])
@@ -311,7 +329,7 @@ def test_a_corpus_that_is_not_at_hand(train, monkeypatch, tmp_path):
     monkeypatch.setenv("MGK_CACHE", str(tmp_path))
     monkeypatch.delenv("MGK_DATA", raising=False)
     report = compare_runs([folder])
-    assert report.runs[0].maps == ()
+    assert not report.runs[0].maps
     assert "smgk-2 is not in the explorer: its corpus is not at hand, enwik8 needs a folder" in report.missing[0]
 
 
@@ -320,7 +338,7 @@ def test_another_corpus_is_not_explored(broken):
     found["corpus"]["fingerprint"] = "0" * 64
     (broken / "result.json").write_text(json.dumps(found))
     report = compare_runs([broken])
-    assert report.runs[0].maps == ()
+    assert not report.runs[0].maps
     assert "must have the checksum 000000000000... that the run was trained on, got " in report.missing[0]
 
 

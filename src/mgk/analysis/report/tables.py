@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from mgk.analysis.report.page import ABSENT, Table, TableRow
 from mgk.analysis.report.run import Run
 from mgk.training.configuration import RunConfig
 
+FIRST = ("accuracy", "bleu", "tokenised_lowercase_bleu", "sliding_perplexity", "perplexity")
 # A sentence of a translation has no length of its own to count with.
 SENTENCE = 32
 COSTS = (
@@ -30,7 +31,7 @@ def results_table(rows: Mapping[str, Sequence[Run]]) -> Table:
     names = [
         (split, name)
         for split in ("test", "valid")
-        for name in dict.fromkeys(name for run in every for name in _metrics(run, split))
+        for name in _in_order(dict.fromkeys(name for run in every for name in _metrics(run, split)))
     ]
     # Of the validation what chose the model is enough.
     chosen = {run.config.validation.metric for run in every}
@@ -51,7 +52,8 @@ def results_table(rows: Mapping[str, Sequence[Run]]) -> Table:
         lines.append(TableRow(name=row, cells=cells))
     for name, value in {key: value for run in every for key, value in run.result.get("baselines", {}).items()}.items():
         what, _, metric = name.rpartition(", ")
-        cells = [_number(metric, value) if (split, other) == ("test", metric) else "" for split, other in names]
+        known = _of_nats(value) if metric == "nats per token" else {metric: value}
+        cells = [_number(name, known[name]) if split == "test" and name in known else "" for split, name in names]
         if any(cells):
             lines.append(TableRow(name=what, cells=["", *cells, *([""] if has_paper else [])], is_reference=True))
     notes = []
@@ -61,6 +63,16 @@ def results_table(rows: Mapping[str, Sequence[Run]]) -> Table:
     if waiting:
         notes.append(f"No result yet, so curves only: {', '.join(waiting)}.")
     return Table(columns=columns, rows=lines, notes=notes)
+
+
+def _of_nats(value: float) -> dict[str, float]:
+    """The loss in the words of a language model's metrics."""
+    return {"loss": value, "bits_per_token": value / math.log(2), "perplexity": math.exp(value)}
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """What people look at first comes first."""
+    return sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
 
 
 def _metrics(run: Run, split: str) -> dict[str, float]:
