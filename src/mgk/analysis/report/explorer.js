@@ -1,9 +1,13 @@
 const INVISIBLE = { " ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍", "": "∅" };
-const visible = (token) => Object.hasOwn(INVISIBLE, token) ? INVISIBLE[token] : token.replace(/[\n\t\r]/g, (c) => INVISIBLE[c]);
+/** Spaces and breaks as something to see; that before a word, which many tokenizers make a part of it, as a dot. */
+const visible = (token) => Object.hasOwn(INVISIBLE, token) ? INVISIBLE[token]
+  : token.replace(/[\n\t\r]/g, (c) => INVISIBLE[c]).replace(/^ /, "·");
 const NUM_COMPONENT_COLOURS = 6;
 const LARGEST_KEYS = 8;
 // Of more components the bars tell enough.
 const MOST_SHARES = 3;
+// Up to so many tokens a thumbnail shows cells; more would be unevenly wide.
+const SHARP = 20;
 // As much of a component's colour behind a token as leaves its text legible.
 const TINT = 0.52;
 
@@ -23,7 +27,7 @@ function rounded(weight) {
 
 function percent(share) {
   const digits = share > 0 && share < 0.1 ? 1 : 0;
-  return `${(100 * share).toFixed(digits)} %`;
+  return `${(100 * share).toFixed(digits)}\u00a0%`;
 }
 
 function rgb(variable, node) {
@@ -194,6 +198,7 @@ class Explorer {
       button.setAttribute("aria-pressed", String(head === this.head));
       const parts = this.maps.parts(layer, head);
       const picture = this.image(parts);
+      if (this.maps.length <= SHARP) picture.style.imageRendering = "pixelated";
       button.append(picture);
       html(button, "span", "", head < 0 ? "mean" : `head ${head + 1}`);
       button.addEventListener("click", () => {
