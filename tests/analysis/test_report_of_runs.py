@@ -287,6 +287,45 @@ def test_a_result_alone(finished, tmp_path):
     assert report.results.rows[0].cells[1] == f"{100 * result_of(finished[0])['metrics']['test']['accuracy']:.2f} %"
 
 
+def write_result(folder, recipe, row, **changes):
+    """A result as a run of a bundled recipe leaves it."""
+    config = mgk.recipes.load(recipe).config(row, ["seed=2"])
+    found = {
+        "recipe": recipe, "row": row, "seed": 2, "config": to_mapping(config), "seconds": 9000.0, "device": "A GPU",
+        "metrics": {"test": {"accuracy": 0.375, "count": 2000.0}},
+        "corpus": {"name": "listops", "fingerprint": "a" * 64},
+    }  # fmt: skip
+    path = folder / f"{row}.json"
+    path.write_text(json.dumps({**found, **changes}))
+    return path
+
+
+def test_results_stand_beside_the_papers(tmp_path):
+    paths = [write_result(tmp_path, "lra/listops", row) for row in ("smgk-4", "softmax-8", "gaussian-4")]
+    report = compare_runs(paths)
+    assert report.title == mgk.recipes.load("lra/listops").title
+    assert report.results.columns == ["seeds", "test accuracy", "the paper's test accuracy"]
+    assert [row.cells for row in report.results.rows] == [
+        ["1", "37.50 %", "37.25 %"], ["1", "37.50 %", "37.03 %"], ["1", "37.50 %", "\N{EN DASH}"],
+    ]  # fmt: skip
+    assert report.costs.rows[0].cells[-1] == "2.5 h"
+    assert report.runs[0].command == "mgk train lra/listops --row smgk-4 seed=2"
+    assert len(report.notes) == 1
+
+
+def test_what_does_not_compare_is_said(tmp_path):
+    other = {"device": "a CPU", "corpus": {"name": "imdb", "fingerprint": "b" * 64}, "seconds": 600}
+    paths = [
+        write_result(tmp_path, "lra/listops", "smgk-4"), write_result(tmp_path, "lra/text", "softmax-8", **other)
+    ]  # fmt: skip
+    report = compare_runs(paths)
+    assert report.title == "Runs of lra/listops, lra/text"
+    assert [row.name for row in report.results.rows] == ["lra/listops smgk-4", "lra/text softmax-8"]
+    assert report.notes[-1].startswith("The runs were trained on different data")
+    assert report.costs.notes[-1].startswith("The times come from different machines")
+    assert report.costs.rows[1].cells[-1] == "10 min"
+
+
 def test_a_run_that_is_not_finished(broken):
     (broken / "result.json").unlink()
     metrics = broken / "metrics.jsonl"
@@ -400,6 +439,8 @@ def remove(folder):
             change_result(metrics={"test": 0.5}),
             "must have metrics by split, as mgk train writes them, got 0.5 for test",
         ),
+        (change_result(seconds="long"), "result.json must have a number as seconds, got 'long'"),
+        (change_result(baselines={"majority": None}), "result.json must have a number as majority, got None"),
         (damage_curves, r"metrics.jsonl must have a measurement as JSON in every line, got '\x00\x00\x00' in line 2"),
         (text_in_curves, 'metrics.jsonl must have a measurement as JSON in every line, got \'{"step": 1'),
         (damage_checkpoint, "must hold whole checkpoints, got a damaged one: skipped the damaged checkpoint best-"),

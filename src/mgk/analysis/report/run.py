@@ -129,10 +129,13 @@ def _read_result(path: Path, *, by_split: bool = True) -> dict[str, Any]:
     """A result whose parts are what the tables need."""
     found = result.read(path)
     metrics = found["metrics"]
-    kinds = {"config": dict, "metrics": dict, "corpus": dict, "versions": dict, "baselines": dict}
-    for key, kind in kinds.items():
-        if not isinstance(found.get(key, {}), kind):
+    for key in ("config", "metrics", "corpus", "versions", "baselines"):
+        if not isinstance(found.get(key, {}), dict):
             raise ValueError(f"{path} must have a mapping as {key}, got {type(found[key]).__name__}")
+    numbers = {key: found[key] for key in ("steps", "best_step", "seconds", "tokens", "parameters") if key in found}
+    for key, value in {**numbers, **found.get("baselines", {})}.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"{path} must have a number as {key}, got {value!r}")
     if "config" not in found:
         raise ValueError(f"{path} must have the config of its run, got none")
     for split, values in metrics.items() if by_split else [("test", metrics)]:

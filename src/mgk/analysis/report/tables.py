@@ -36,10 +36,13 @@ def results_table(rows: Mapping[str, Sequence[Run]]) -> Table:
     # Of the validation what chose the model is enough.
     chosen = {run.config.validation.metric for run in every}
     names = [(split, name) for split, name in names if split == "test" or name in chosen]
-    papers = {row: mgk.recipes.published(members[0].config.name, members[0].config.row) if members[0].config.row else {}
-              for row, members in rows.items()}  # fmt: skip
-    has_paper = any(papers.values())
-    columns = ["seeds", *(_heading(split, name) for split, name in names), *(["the paper"] if has_paper else [])]
+    papers = {row: _published(members[0].config) for row, members in rows.items()}
+    published = list(dict.fromkeys(name for found in papers.values() for name in found))
+    columns = [
+        "seeds",
+        *(_heading(split, name) for split, name in names),
+        *(f"the paper's {name.replace('_', ' ')}" for name in published),
+    ]
     lines = []
     for row, members in rows.items():
         done = sum(bool(run.result) for run in members)
@@ -47,15 +50,14 @@ def results_table(rows: Mapping[str, Sequence[Run]]) -> Table:
         for split, name in names:
             values = [found[name] for run in members if name in (found := _metrics(run, split))]
             cells.append(_mean(name, values))
-        if has_paper:
-            cells.append(", ".join(f"{name} {value:g}" for name, value in papers[row].items()) or ABSENT)
+        cells += [papers[row].get(name, ABSENT) for name in published]
         lines.append(TableRow(name=row, cells=cells))
     for name, value in {key: value for run in every for key, value in run.result.get("baselines", {}).items()}.items():
         what, _, metric = name.rpartition(", ")
         known = _of_nats(value) if metric == "nats per token" else {metric: value}
         cells = [_number(name, known[name]) if split == "test" and name in known else "" for split, name in names]
         if any(cells):
-            lines.append(TableRow(name=what, cells=["", *cells, *([""] if has_paper else [])], is_reference=True))
+            lines.append(TableRow(name=what, cells=["", *cells, *[""] * len(published)], is_reference=True))
     notes = []
     if any(len(members) > 1 for members in rows.values()):
         notes.append("± is the standard error of the mean over seeds.")
@@ -63,6 +65,12 @@ def results_table(rows: Mapping[str, Sequence[Run]]) -> Table:
     if waiting:
         notes.append(f"No result yet, so curves only: {', '.join(waiting)}.")
     return Table(columns=columns, rows=lines, notes=notes)
+
+
+def _published(config: RunConfig) -> dict[str, str]:
+    """What the paper has for this row. Its accuracies are percent already."""
+    found = mgk.recipes.published(config.name, config.row) if config.row else {}
+    return {name: f"{value:.2f}{' %' if name.endswith('accuracy') else ''}" for name, value in found.items()}
 
 
 def _of_nats(value: float) -> dict[str, float]:
