@@ -338,7 +338,7 @@ def test_page_fits_a_phone_and_the_dark(tmp_path):
     assert 'name="viewport" content="width=device-width, initial-scale=1"' in source
     assert "@media screen and (prefers-color-scheme: dark)" in source
     assert re.search(r'<div class="scroll"[^>]*>\s*<table class="results">', source)
-    assert re.search(r"\.scroll \{ overflow-x: auto; \}", source)
+    assert re.search(r"\.scroll \{\s*overflow-x: auto;", source)
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")

@@ -232,6 +232,9 @@ def test_phone(chromium, page_path, runs, dark):
         "(text) => text.match(/\\d+/g).map(Number).reduce((a, b) => a + b))"
     )
     assert (surface < ink) == dark
+    # Names beside the numbers stay readable.
+    heights = page.evaluate("[...document.querySelectorAll('.scroll tbody th')].map((n) => n.offsetHeight)")
+    assert 0 < max(heights) < 60
     # A finger needs room.
     sizes = page.evaluate(
         "[...document.querySelectorAll('.tokens button')].map((b) => b.getBoundingClientRect().height)"
