@@ -17,6 +17,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# The browser tests need Debian's package chromium on the PATH, and are skipped without; their pictures go to artefacts/.
 test: $(READY)  ## the test suite, on two cores, with coverage; the fused kernels in Triton's interpreter
 	$(BIN)/pytest -n 2 -m "not gpu and not slow" --ignore tests/ops/triton --cov --cov-fail-under=95
 	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 -m "not gpu and not slow" tests/ops/triton  # without coverage, which is slow there
@@ -43,4 +44,4 @@ accuracy: $(READY)  ## errors against fp64: results/accuracy/cpu.json and the ta
 	$(BIN)/python benchmarks/accuracy.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) artefacts .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,7 @@ COMMANDS = {
     r"mgk evaluate .*": "test_evaluate_classification",
     r"mgk analyze .*": "test_analyze_a_run",
     r"mgk sweep .*": "test_sweep",
+    r"mgk report .*": "test_report_from_the_command_line",
     r"mgk data list": "test_list_names_every_corpus",
     r"mgk data prepare listops.*": "test_a_generated_corpus_needs_no_files",
     r"mgk data (prepare|inspect) imdb .*": "test_prepare_then_inspect",
@@ -152,6 +154,23 @@ def check_arguments(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     elif found.name == "sweep":
         for row in context.params["rows"].split():
             load(context.params["recipe"]).config(row, context.params["changes"] or [])
+
+
+def test_the_wheel_has_what_is_not_python(tmp_path):
+    """Recipes, and the parts of the report's page."""
+    run("-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path))
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        shipped = {name: archive.read(name) for name in archive.namelist()}
+    source = ROOT / "src"
+    kept = [
+        path
+        for path in source.rglob("*")
+        if path.suffix in (".html", ".css", ".js", ".yaml") or path.name == "py.typed"
+    ]
+    assert {path.name for path in kept} >= {"page.html", "page.css", "explorer.js", "demo.yaml"}
+    for path in kept:
+        assert shipped[path.relative_to(source).as_posix()] == path.read_bytes(), path.name
 
 
 def test_links_lead_somewhere():

@@ -17,6 +17,7 @@ except ImportError as error:  # pragma: no cover
 
 from mgk.commands.analyze import analyze
 from mgk.commands.bench import app as bench_app
+from mgk.commands.report import report
 from mgk.commands.training import register as register_training
 from mgk.data.commands import app as data_app
 from mgk.demo import demo
@@ -31,6 +32,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.command()(demo)
 app.command()(analyze)
+app.command()(report)
 register_training(app)
 
 

@@ -14,12 +14,15 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from mgk.analysis import Report
+    from mgk.analysis.report.examples import Example
     from mgk.data import Corpus
     from mgk.training import Trainer
 
 RECIPE = "demo"
 ROWS = ("softmax-8", "smgk-4")
 REPORT = "report.html"
+# No list of the recipe is longer.
+LONGEST = 64
 
 
 def demo(
@@ -89,10 +92,9 @@ def train_side_by_side(
 
 def make_report(trained: dict[str, tuple[Trainer, dict[str, Any]]], corpus: Corpus, command: str) -> Report:
     """What the models cost, how they learned, and where they look."""
-    import torch
-
-    from mgk.analysis import AttentionMaps, Report, RunReport, attention_maps, cost
-    from mgk.data import listops
+    from mgk.analysis import Report, RunReport, cost
+    from mgk.analysis.report.examples import look
+    from mgk.analysis.report.settings import flatten
     from mgk.training.tracking import METRICS, read_curves
 
     examples = _examples(corpus)
@@ -106,11 +108,7 @@ def make_report(trained: dict[str, tuple[Trainer, dict[str, Any]]], corpus: Corp
             name, key = {"train": ("training loss", "loss"), "valid": ("validation accuracy", "accuracy")}[line["kind"]]
             if line[key] is not None:
                 curves.setdefault(name, []).append((line["step"], line[key]))
-        maps = []
-        for tokens in examples:
-            weights = attention_maps(model, input_ids=torch.tensor([tokens]))
-            words = [listops.TOKENS[token - 1] for token in tokens]
-            maps.append(AttentionMaps(tokens=words, weights=torch.stack([layer[0] for layer in weights])))
+        maps = [look(model, example) for example in examples]
         columns = {
             "test accuracy": f"{found['metrics']['test']['accuracy']:.1%}",
             "parameters": f"{cost.parameters(model):,}",
@@ -119,7 +117,7 @@ def make_report(trained: dict[str, tuple[Trainer, dict[str, Any]]], corpus: Corp
             "ms a step": f"{1000 * found['seconds'] / found['steps']:.1f}",
         }
         runs.append(
-            RunReport(name=row, columns=columns, curves=curves, maps=maps, configuration=_flat(found["config"]))
+            RunReport(name=row, columns=columns, curves=curves, maps=maps, configuration=flatten(found["config"]))
         )
     _, any_result = next(iter(trained.values()))
     baselines = {name.removesuffix(", accuracy"): value for name, value in any_result["baselines"].items()}
@@ -141,18 +139,12 @@ def make_report(trained: dict[str, tuple[Trainer, dict[str, Any]]], corpus: Corp
     )
 
 
-def _examples(corpus: Corpus, count: int = 3, shortest: int = 16) -> list[list[int]]:
+def _examples(corpus: Corpus, count: int = 3) -> list[Example]:
     """The first few test lists that have something to look at."""
-    sequences = corpus.splits["test"].sequences["text"]
-    long = [index for index in range(len(sequences)) if len(sequences[index]) >= shortest]
-    return [sequences[index].tolist() for index in long[:count]]
+    from mgk.analysis.report.examples import SHORTEST, find_examples
 
-
-def _flat(values: dict[str, Any], where: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{where}{key}.") if isinstance(value, dict) else {f"{where}{key}": value}
-    return flat
+    found = find_examples(corpus, count=count, longest=LONGEST)
+    return [example for example in found if len(example.ids) >= SHORTEST]
 
 
 def _write(report: Report, path: Path) -> Path:

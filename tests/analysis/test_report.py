@@ -1,18 +1,18 @@
 """The page: what it holds, what it must not load, and what it refuses."""
 
 import base64
+import hashlib
 import json
 import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
-from importlib import resources
 
 import numpy as np
 import pytest
 import torch
 
-from mgk.analysis import AttentionMaps, Report, RunReport, write_report
+from mgk.analysis import AttentionMaps, Report, RunReport, Table, TableRow, write_report
 
 NASTY = '</script><script>alert("x")</script> & <b>'
 
@@ -94,10 +94,16 @@ def test_loads_nothing(tmp_path):
     page = Page(source)
     assert not re.search(r"https?:|//[a-z]+\.|@import|url\(|fetch\(|XMLHttpRequest|import\(", source)
     assert page.count("link") == page.count("img") == page.count("iframe") == 0
-    assert not [attributes for _, attributes in page.elements if {"src", "href"} & attributes.keys()]
-    policy = [found["content"] for tag, found in page.elements if found.get("http-equiv") == "Content-Security-Policy"]
-    assert policy
-    assert policy[0].startswith("default-src 'none'")
+    assert not [attributes for _, attributes in page.elements if {"src", "style", "onclick"} & attributes.keys()]
+    links = [found["href"] for _, found in page.elements if "href" in found]
+    assert links == ["#results", "#curves", "#attention", "#reproduce", "#notes"]
+    assert all(page.count("section", id=link[1:]) == 1 for link in links)
+    (policy,) = (found["content"] for _, found in page.elements if found.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
+    # Only what stands here may run.
+    digest = base64.b64encode(hashlib.sha256(page.scripts[1].encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy
 
 
 def test_content_is_text_and_never_markup(tmp_path):
@@ -133,11 +139,11 @@ def test_numbers_are_found_again(tmp_path):
     assert accuracy["points"] == [[[100, 0.31]], []]
     assert page.data["baselines"] == [{"name": "majority class", "value": 0.17}]
     assert page.cells == [
-        *("run", "accuracy", "parameters", "time"),
+        *("", "accuracy", "parameters", "time"),
         *("smgk-4", "37.9 %", "165,528", "\N{EN DASH}"),
         *("softmax-8", "36.1 %", "\N{EN DASH}", "7 ms"),
     ]
-    assert page.captions == ["training loss", "validation accuracy"]
+    assert page.captions[:2] == ["training loss", "validation accuracy"]
     got = decode(page.data["runs"][0]["maps"][0])
     bound = 0.004 * maps.weights.max(axis=-1, keepdims=True)
     assert got.shape == maps.weights.shape
@@ -177,21 +183,89 @@ def test_runs_may_differ_in_heads_and_layers(tmp_path):
 
 def test_what_is_absent_has_no_section(tmp_path):
     page = Page(write(tmp_path, RunReport(name="only", columns={"accuracy": "1"})))
-    assert page.count("h2") == page.count("svg") == page.count("canvas") == page.count("details") == 0
+    assert page.count("h2") == page.count("section", id="results") == 1
+    assert page.count("svg") == page.count("canvas") == page.count("details") == 0
+    page = Page(write(tmp_path, RunReport(name="only")))
+    assert page.count("h2") == page.count("a") == 0
     full = make_run(maps=[make_maps()], configuration={"seed": 0})
     page = Page(write(tmp_path, full, notes=["n"], command="c"))
-    headings = [text for text in page.text if text in ("Curves", "Attention", "Configuration", "Notes", "Reproduce")]
-    assert len(headings) == page.count("h2") == 5
+    titles = ("Results", "Curves", "Attention", "Configuration", "Notes", "Reproduce")
+    # In the navigation and as a heading.
+    assert all(page.text.count(title) == 2 for title in titles)
+    assert page.count("h2") == page.count("a") == 6
     assert page.count("svg") == 2
 
 
-def test_settings_that_differ_are_marked(tmp_path):
-    shared = {"seed": 0, "heads": 4}
-    page = Page(
-        write(tmp_path, make_run("a", configuration=shared), make_run("b", configuration={**shared, "heads": 8}))
-    )
+def test_settings_that_differ_come_first(tmp_path):
+    shared = {"seed": 0, "heads": 4, "compile": None, "pack": True}
+    runs = make_run("a", configuration=shared), make_run("b", configuration={**shared, "heads": 8})
+    page = Page(write(tmp_path, *runs))
+    start = page.cells.index("setting")
+    assert page.cells[start : start + 6] == ["setting", "a", "b", "heads", "4", "8"]
+    rest = page.cells[start + 6 :]
+    assert rest[:3] == ["setting", "a", "b"]
+    assert rest[3:] == ["seed", "0", "0", "heads", "4", "8", "compile", "null", "null", "pack", "true", "true"]
     assert page.count("tr", **{"class": "differs"}) == 1
-    assert page.cells[-6:] == ["seed", "0", "0", "heads", "4", "8"]
+    assert page.count("details") == 1
+    page = Page(write(tmp_path, make_run("a", configuration=shared), make_run("b", configuration=shared)))
+    assert page.cells.count("setting") == 1
+    assert "All runs have the same settings." in page.text
+
+
+def test_tables_of_their_own(tmp_path):
+    rows = [
+        TableRow(name="smgk-4", cells=["60.69 ± 0.09 %"]),
+        TableRow(name="majority class", cells=["13.68 %"], is_reference=True),
+    ]
+    table = Table(columns=["test accuracy"], rows=rows, notes=["± is an error."])
+    costs = Table(columns=["parameters"], rows=[TableRow(name="smgk-4", cells=["1,234"])])
+    runs = [make_run(f"smgk-4, seed {seed}", row="smgk-4", curves={}) for seed in (0, 1)]
+    page = Page(write(tmp_path, *runs, results=table, costs=costs))
+    assert page.cells == [
+        *("", "test accuracy", "smgk-4", "60.69 ± 0.09 %", "majority class", "13.68 %"),
+        *("", "parameters", "smgk-4", "1,234"),
+    ]
+    assert "± is an error." in page.text
+    assert page.count("tr", **{"class": "reference"}) == 1
+    assert page.count("span", **{"class": "swatch run-0"}) == 2
+
+
+def test_runs_of_one_row_share_a_colour(tmp_path):
+    runs = [make_run(f"{row}, seed {seed}", row=row, command="c") for row in ("a", "b") for seed in (0, 1)]
+    page = Page(write(tmp_path, *runs))
+    assert page.data["rows"] == ["a", "b"]
+    assert [run["row"] for run in page.data["runs"]] == [0, 0, 1, 1]
+    assert page.count("span", **{"class": "swatch run-1"}) == 2
+
+
+def test_what_makes_a_run_again(tmp_path):
+    run = make_run(command="mgk train demo seed=3 'a b'", facts={"data": "listops, SHA-256 64ea"})
+    page = Page(write(tmp_path, run, make_run("other"), command="mgk report a b"))
+    assert [text for text in page.text if text.startswith("mgk ")] == ["mgk train demo seed=3 'a b'", "mgk report a b"]
+    labels = [found["aria-label"] for tag, found in page.elements if tag == "button"]
+    assert labels == ["Copy the command of smgk-4", "Copy the command of this page"]
+    assert (page.count("dt"), page.count("dd")) == (1, 1)
+    assert "listops, SHA-256 64ea" in page.text
+
+
+def test_what_the_explorer_lacks_is_said(tmp_path):
+    page = Page(write(tmp_path, make_run(), missing=["smgk-4 has no checkpoint."]))
+    assert page.count("section", id="attention") == 1
+    assert page.count("canvas") == 0
+    assert "smgk-4 has no checkpoint." in page.text
+
+
+@pytest.mark.parametrize("components", [1, 2, 4])
+def test_shares_are_found_again(tmp_path, components):
+    generator = np.random.default_rng(1)
+    shares = np.moveaxis(generator.dirichlet(np.full(components, 0.4), size=(2, 3, 5, 5)), -1, 2)
+    maps = AttentionMaps(tokens="abcde", weights=make_maps().weights, shares=shares, title="a list")
+    found = Page(write(tmp_path, make_run(maps=[maps], shares_are="part"))).data["runs"][0]
+    assert found["sharesAre"] == "part"
+    (encoded,) = found["maps"]
+    assert (encoded["components"], encoded["title"]) == (components, "a list")
+    stored = np.frombuffer(base64.b64decode(encoded["shares"]), dtype=np.uint8).reshape(2, 3, components - 1, 5, 5)
+    assert np.abs(stored / 255 - shares[:, :, :-1]).max(initial=0) < 0.002
 
 
 def test_weights_from_torch_and_rows_without_keys(tmp_path):
@@ -231,6 +305,25 @@ def test_same_report_same_bytes(tmp_path):
             {},
             "must be finite and not negative, got -0.1",
         ),
+        (
+            [make_run(maps=[AttentionMaps(tokens="ab", weights=np.ones((1, 1, 2, 2)), shares=np.ones((1, 1, 2, 2)))])],
+            {},
+            r"shares of 'smgk-4' must have shape \[1, 1, components, 2, 2\], got \[1, 1, 2, 2\]",
+        ),
+        (
+            [
+                make_run(
+                    maps=[AttentionMaps(tokens="a", weights=np.ones((1, 1, 1, 1)), shares=np.ones((1, 1, 2, 1, 1)))]
+                )
+            ],
+            {},
+            "shares of 'smgk-4' must not be negative and sum to 1 over the components",
+        ),
+        (
+            [make_run()],
+            {"results": Table(columns=["a", "b"], rows=[TableRow(name="x", cells=["1"])])},
+            "row 'x' must have 2 cells, got 1",
+        ),
     ],
 )
 def test_refuses(tmp_path, runs, options, message):
@@ -243,13 +336,13 @@ def test_refuses(tmp_path, runs, options, message):
 def test_page_fits_a_phone_and_the_dark(tmp_path):
     source = write(tmp_path, make_run())
     assert 'name="viewport" content="width=device-width, initial-scale=1"' in source
-    assert "@media (prefers-color-scheme: dark)" in source
-    assert re.search(r'<div class="scroll"[^>]*>\s*<table class="summary">', source)
-    assert re.search(r"\.scroll \{ overflow-x: auto; \}", source)
+    assert "@media screen and (prefers-color-scheme: dark)" in source
+    assert re.search(r'<div class="scroll"[^>]*>\s*<table class="results">', source)
+    assert re.search(r"\.scroll \{\s*overflow-x: auto;", source)
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_script_is_valid():
-    script = (resources.files("mgk.analysis") / "report.js").read_text(encoding="utf-8")
+def test_script_is_valid(tmp_path):
+    script = Page(write(tmp_path, make_run())).scripts[1]
     finished = subprocess.run(["node", "--check", "-"], input=script, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr

@@ -1,6 +1,7 @@
 """What a trained model costs, where it looks, what it has learned, and a page that shows it."""
 
 from mgk.analysis.attention_maps import PooledMaps, attention_maps, pooled_maps
+from mgk.analysis.component_shares import component_shares
 from mgk.analysis.cost import (
     cache_bytes_per_token,
     embedding_parameters,
@@ -16,7 +17,7 @@ from mgk.analysis.mixture import LearnedMixture, learned_mixture
 from mgk.analysis.rank import AttentionRank, MatrixRank, attention_rank, matrix_rank
 from mgk.analysis.record import AttentionCall, AttentionRecord, record_attention
 from mgk.analysis.redundancy import HeadRedundancy, head_redundancy
-from mgk.analysis.report import AttentionMaps, Report, RunReport, write_report
+from mgk.analysis.report import AttentionMaps, Report, RunReport, Table, TableRow, write_report
 from mgk.analysis.responsibilities import TokenResponsibilities, token_responsibilities
 from mgk.analysis.theorem import Approximation, GaussianMixture, approximate, fit_mixture
 
@@ -36,12 +37,15 @@ __all__ = [
     "QueryDensity",
     "Report",
     "RunReport",
+    "Table",
+    "TableRow",
     "TokenResponsibilities",
     "analyze",
     "approximate",
     "attention_maps",
     "attention_rank",
     "cache_bytes_per_token",
+    "component_shares",
     "draw_all",
     "embedding_parameters",
     "fit_mixture",

@@ -1,0 +1,274 @@
+"""Runs on disk made into one report: grouped by row, with what they cost and how to make them again."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+import mgk.recipes
+from mgk.analysis.report.command import reproduce, yaml_value
+from mgk.analysis.report.examples import Example, find_examples, look
+from mgk.analysis.report.page import AttentionMaps, Report, RunReport, Table, TableRow
+from mgk.analysis.report.run import Run, load_model, read_run
+from mgk.analysis.report.settings import flatten
+from mgk.analysis.report.tables import COSTS, cost_notes, cost_row, results_table
+from mgk.data.errors import DataError
+from mgk.data.kind import Progress, no_progress
+from mgk.data.store import Corpus
+from mgk.nn import PRESETS
+from mgk.training.configuration import RunConfig, differences, to_mapping
+from mgk.training.corpora import open_or_prepare
+from mgk.training.snapshot import FREE_TO_CHANGE
+
+# Points of a curve that a screen can show.
+MOST_POINTS = 400
+
+
+def compare_runs(
+    places: Sequence[str | Path],
+    *,
+    title: str | None = None,
+    examples: int = 2,
+    tokens: int = 64,
+    source: str | Path | None = None,
+    command: str = "",
+    progress: Progress = no_progress,
+) -> Report:
+    """A report of runs. Those that differ in their seed alone make one row: mean and standard error over the seeds.
+
+    Of each row the first run that has a checkpoint is in the explorer. A run without one is reported all the same, and
+    the page says what is missing.
+
+    Args:
+        places: folders of runs, or results that were copied out of them.
+        title: heading of the page; ``None``: the recipe's.
+        examples: sequences to explore; 0: no explorer.
+        tokens: of each, at most.
+        source: folder of the raw files, where a corpus has yet to be prepared.
+        command: what writes this page again.
+        progress: shows how far it is.
+    """
+    if not places:
+        raise ValueError("a report must have at least one run, got none")
+    if tokens < 1:
+        raise ValueError(f"tokens must be at least 1, got {tokens}")
+    runs = [read_run(place) for place in places]
+    rows = _group(runs)
+    seeing = _Seeing(examples, tokens, source, progress)
+    shown: list[RunReport] = []
+    costs: list[TableRow] = []
+    missing: list[str] = []
+    for row, members in progress(list(rows.items()), "runs"):
+        found = next((run for run in members if run.checkpoint is not None), members[0])
+        model = None if found.checkpoint is None else load_model(found.checkpoint)
+        costs.append(cost_row(row, members, model))
+        maps, lack = seeing.look(found, model)
+        if lack:
+            missing.append(f"{row} is not in the explorer: {lack}.")
+        for run in members:
+            shown.append(_describe(run, row, members, maps if run is found else (), model))
+    several = [row for row, members in rows.items() if len(members) > 1]
+    if several and examples > 0:
+        missing.append(
+            f"To keep this file small, the explorer shows one seed of each row; {_count(len(runs) - len(rows), 'run')} "
+            f"of {', '.join(several)} {'is' if len(runs) - len(rows) == 1 else 'are'} left out of it."
+        )
+    metric, baselines = _baselines(runs)
+    return Report(
+        title=_title(runs) if title is None else title,
+        subtitle=_subtitle(runs, rows),
+        runs=shown,
+        results=results_table(rows),
+        costs=Table(columns=COSTS, rows=costs, notes=cost_notes(runs)),
+        baselines=baselines if any(metric in run.curves for run in shown) else {},
+        metric=metric if any(metric in run.curves for run in shown) else None,
+        missing=missing,
+        notes=_notes(runs),
+        command=command,
+    )
+
+
+class _Seeing:
+    """Looks at the same examples with every model of a corpus, which is opened once."""
+
+    def __init__(self, count: int, tokens: int, source: str | Path | None, progress: Progress) -> None:
+        self.count, self.tokens, self.source, self.progress = count, tokens, source, progress
+        self._corpora: dict[str, Corpus] = {}
+
+    def look(self, run: Run, model: PreTrainedModel | None) -> tuple[list[AttentionMaps], str]:
+        """Maps of the examples, or why there are none."""
+        if self.count == 0:
+            return [], ""
+        if model is None:
+            return [], run.missing
+        try:
+            examples = self._examples(run, min(self.tokens, run.config.data.longest))
+        except DataError as error:
+            return [], f"its corpus is not at hand, {error}"
+        return [look(model, example) for example in examples], ""
+
+    def _examples(self, run: Run, longest: int) -> list[Example]:
+        key = json.dumps([run.config.data.corpus, run.config.data.options], sort_keys=True)
+        if key not in self._corpora:
+            self._corpora[key] = open_or_prepare(run.config.data, source=self.source, progress=self.progress)
+        corpus = self._corpora[key]
+        trained_on = run.result.get("corpus", {}).get("fingerprint")
+        if trained_on is not None and trained_on != corpus.fingerprint:
+            raise DataError(
+                f"it must have the checksum {trained_on[:12]}... that the run was trained on, "
+                f"got {corpus.fingerprint[:12]}..."
+            )
+        return find_examples(corpus, count=self.count, longest=longest)
+
+
+def _group(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs that differ in nothing but their seed, by the name of their row."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(json.dumps(_settings(run.config), sort_keys=True), []).append(run)
+    members = list(groups.values())
+    for group in members:
+        seeds = [run.config.seed for run in group]
+        for seed in seeds:
+            # Counted twice, one run would make its standard error too small.
+            if seeds.count(seed) > 1:
+                places = ", ".join(str(run.place) for run in group if run.config.seed == seed)
+                raise ValueError(f"runs of one row must have different seeds, got seed {seed} in {places}")
+    recipes = {run.config.name for run in runs}
+    names = [
+        group[0].config.row if len(recipes) == 1 else f"{group[0].config.name} {group[0].config.row}"
+        for group in members
+    ]
+    return {_distinct(number, names, members): group for number, group in enumerate(members)}
+
+
+def _distinct(number: int, names: Sequence[str], members: Sequence[list[Run]]) -> str:
+    """A row whose name another one has, too, says what is different about it."""
+    name, own = names[number] or "run", _settings(members[number][0].config)
+    changed: dict[str, Any] = {}
+    for other, group in zip(names, members, strict=True):
+        if other == names[number] and group is not members[number]:
+            changed |= {key: new for key, (_, new) in differences(_settings(group[0].config), own).items()}
+    return (
+        name if not changed else f"{name} ({', '.join(f'{key}={yaml_value(value)}' for key, value in changed.items())})"
+    )
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """What decides the numbers, but for the seed."""
+    kept = {key: value for key, value in to_mapping(config).items() if key != "seed"}
+    for path in FREE_TO_CHANGE:
+        group, _, key = path.partition(".")
+        if key:
+            kept[group] = {name: value for name, value in kept[group].items() if name != key}
+    return kept
+
+
+def _describe(
+    run: Run, row: str, members: Sequence[Run], maps: Sequence[AttentionMaps], model: PreTrainedModel | None
+) -> RunReport:
+    is_linear = model is not None and PRESETS[model.config.attention].feature_map is not None
+    is_hard = model is not None and PRESETS[model.config.attention].assignment == "hard"
+    what = "part of the linear attention (a kernel, not a density)" if is_linear else "responsibility, p(r | i, j)"
+    return RunReport(
+        name=row if len(members) == 1 else f"{row}, seed {run.config.seed}",
+        row=row,
+        curves=_curves(run),
+        maps=maps,
+        shares_are="being the nearest one" if is_hard else what,
+        configuration=flatten(to_mapping(run.config)),
+        facts=_facts(run),
+        command=reproduce(run.config),
+    )
+
+
+def _curves(run: Run) -> dict[str, list[tuple[float, float]]]:
+    """The loss of training, and of each validation what people look at."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for line in run.curves:
+        if line["kind"] == "train":
+            names = {"loss": "training loss"}
+        else:
+            # Perplexity and bits are the loss in other words.
+            hidden = {"step", "kind", "count", "bits_per_token", *(["loss"] if "perplexity" in line else [])}
+            names = {key: f"validation {key}" for key in line if key not in hidden}
+        for key, name in names.items():
+            if key in line:
+                curves.setdefault(name, []).append((line["step"], line[key]))
+    return {name: _thinned(points) for name, points in curves.items()}
+
+
+def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Means of neighbours where there are more points than can be seen."""
+    size = math.ceil(len(points) / MOST_POINTS)
+    groups = [points[start : start + size] for start in range(0, len(points), size)]
+    return [(group[-1][0], statistics.fmean(value for _, value in group)) for group in groups] if size > 1 else points
+
+
+def _facts(run: Run) -> dict[str, str]:
+    found = run.result
+    corpus = found.get("corpus", {})
+    facts = {
+        "folder": str(run.place),
+        "data": f"{run.config.data.corpus}, SHA-256 {corpus['fingerprint']}" if "fingerprint" in corpus else "",
+        "best step": f"{found['best_step']:,} of {found['steps']:,}" if {"best_step", "steps"} <= found.keys() else "",
+        "skipped updates": str(found["skipped"]) if found.get("skipped") else "",
+        "device": str(found.get("device", "")),
+        "precision": str(found.get("precision", "")),
+        "versions": ", ".join(f"{name} {version}" for name, version in found.get("versions", {}).items()),
+        "written": str(found.get("written", "")),
+        "explored model": run.checkpoint.name if run.checkpoint is not None else "",
+    }
+    return {key: value for key, value in facts.items() if value}
+
+
+def _title(runs: Sequence[Run]) -> str:
+    recipes = list(dict.fromkeys(run.config.name for run in runs))
+    if len(recipes) > 1:
+        return f"Runs of {', '.join(recipes)}"
+    return mgk.recipes.load(recipes[0]).title if recipes[0] in mgk.recipes.names() else f"Runs of {recipes[0]}"
+
+
+def _subtitle(runs: Sequence[Run], rows: Mapping[str, Sequence[Run]]) -> str:
+    recipes = ", ".join(dict.fromkeys(run.config.name for run in runs))
+    corpora = ", ".join(dict.fromkeys(run.config.data.corpus for run in runs))
+    return f"{_count(len(runs), 'run')} in {_count(len(rows), 'row')} of the recipe {recipes}, on {corpora}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _baselines(runs: Sequence[Run]) -> tuple[str, dict[str, float]]:
+    """What needs no model, beside the curve of accuracy. (A perplexity without a model would leave curves no room.)"""
+    found = {key: value for run in runs for key, value in run.result.get("baselines", {}).items()}
+    kept = {key.removesuffix(", accuracy"): value for key, value in found.items() if key.endswith(", accuracy")}
+    return "validation accuracy", kept
+
+
+def _notes(runs: Sequence[Run]) -> list[str]:
+    notes = []
+    counts = {run.result["metrics"]["test"]["count"] for run in runs if "count" in _test(run)}
+    if len(counts) == 1 and any("accuracy" in _test(run) for run in runs):
+        (count,) = counts
+        error = math.sqrt(0.25 / count)
+        notes.append(
+            f"{count:,.0f} test samples: differences of accuracy below {2 * error:.1%} may come from the choice of "
+            f"samples, whatever the seeds say."
+        )
+    if any(len(run.curves) > MOST_POINTS for run in runs):
+        notes.append(f"Curves with more than {MOST_POINTS} points are drawn as means of neighbouring points.")
+    fingerprints = {run.result.get("corpus", {}).get("fingerprint") for run in runs if run.result}
+    if len(fingerprints) > 1:
+        notes.append("The runs were trained on different data: see the checksums under Reproduce.")
+    return notes
+
+
+def _test(run: Run) -> Mapping[str, Any]:
+    return run.result.get("metrics", {}).get("test", {})

@@ -1,0 +1,14 @@
+"""Settings as the command line names them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def flatten(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Nested settings by their path, as the command line names them."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{where}{key}.") if isinstance(value, Mapping) and value else {f"{where}{key}": value}
+    return flat
