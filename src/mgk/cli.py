@@ -16,6 +16,7 @@ except ImportError as error:  # pragma: no cover
     raise SystemExit("the command mgk needs typer and transformers: pip install 'mgk[models]'") from error
 
 from mgk.commands.bench import app as bench_app
+from mgk.commands.reproduce import reproduce
 from mgk.commands.training import register as register_training
 from mgk.data.commands import app as data_app
 from mgk.demo import demo
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.command()(demo)
+app.command()(reproduce)
 register_training(app)
 
 

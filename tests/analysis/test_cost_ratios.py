@@ -68,7 +68,7 @@ def test_one_layer_stands_for_all():
 
 
 def test_sizes_that_the_paper_states():
-    """"This model has 90M parameters": the medium one. Non-embedding numbers of the small one: facts of its code."""
+    """ "This model has 90M parameters": the medium one. Non-embedding numbers of the small one: facts of its code."""
     assert round(language_model_cost("softmax", 8, width=256, length=384).parameters / 1e6) == 90
     small = language_model_cost("softmax", 8, width=128, length=256)
     assert small.parameters / 1e6 == pytest.approx(44.0, abs=0.05)

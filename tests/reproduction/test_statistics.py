@@ -60,7 +60,7 @@ def test_standard_error():
 
 
 def test_welch_by_hand():
-    """Means 4 and 2, variances 4 and 1 of three values: t = 2 / sqrt(5/3), degrees (5/3)^2 / ((4/3)^2/2 + (1/3)^2/2)."""
+    """Means 4 and 2, variances 4 and 1 of three values: degrees (5/3)^2 / ((4/3)^2/2 + (1/3)^2/2)."""
     found = contrast([(1, [2, 4, 6]), (-1, [1, 2, 3])])
     assert found.estimate == pytest.approx(2)
     assert found.error == pytest.approx(math.sqrt(5 / 3))

@@ -1,9 +1,9 @@
 """The paper's closed form of what an attention costs (its appendix B), its arithmetic error corrected.
 
-A multiplication or an addition is one operation, so a product of ``[m, k]`` and ``[k, n]`` costs ``(2 k - 1) m n``: less
-than the ``2 m k n`` of :func:`mgk.analysis.forward_flops` by the addition that a sum of k terms does not need. Softmax,
-exponentials and norms cost nothing, a Gaussian distance what a dot product costs, and the output projection is
-``[H D, H D]``, where real models have ``[H D, D_x]``.
+A multiplication or an addition is one operation, so a product of ``[m, k]`` and ``[k, n]`` costs ``(2 k - 1) m n``:
+less than the ``2 m k n`` of :func:`mgk.analysis.forward_flops` by the addition that a sum of k terms does not need.
+Softmax, exponentials and norms cost nothing, a Gaussian distance what a dot product costs, and the output projection
+is ``[H D, H D]``, where real models have ``[H D, D_x]``.
 """
 
 from __future__ import annotations

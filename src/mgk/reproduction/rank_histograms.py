@@ -1,0 +1,50 @@
+"""Ranks of attention matrices: a panel for each layer and row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mgk.analysis.canvas import COLOURS, canvas, hide
+from mgk.reproduction.statistics import mean
+
+BINS = 24
+
+
+def draw(ranks: Mapping[int, Mapping[str, Sequence[float]]], path: Path, *, title: str) -> int:
+    """Draw histograms, layers from top to bottom, rows of the table from left to right; how many there are.
+
+    Args:
+        ranks: by layer and row of the table.
+        path: the PNG; not written where there are no ranks.
+        title: of the figure.
+    """
+    every = [rank for rows in ranks.values() for own in rows.values() for rank in own]
+    if not every:
+        return 0
+    names = list(next(iter(ranks.values())))
+    low, high = min(every), max(every)
+    span = max(high - low, 1.0)
+    bins = [low - 0.02 * span + 1.04 * span * place / BINS for place in range(BINS + 1)]
+    with canvas(path, rows=len(ranks), columns=len(names), size=(3.6, 2.6)) as (figure, grid):
+        for place, (layer, name) in enumerate((layer, name) for layer in ranks for name in names):
+            axes, own = grid[place], ranks[layer][name]
+            axes.set_title(f"{name}, layer {layer}")
+            if not own:
+                hide(axes)
+                axes.set_title(f"{name}, layer {layer}: no analysis yet")
+                continue
+            colour = COLOURS[names.index(name)]
+            axes.hist(own, bins=bins, color=colour, weights=[1 / len(own)] * len(own))
+            axes.axvline(mean(own), color="#000000", linewidth=1.2, linestyle="--")
+            axes.set_xlim(bins[0], bins[-1])
+            axes.set_ylim(0, 1.05)
+            axes.annotate(
+                f"mean {mean(own):.0f}, {len(own)} matrices", xy=(0.02, 0.97), xycoords="axes fraction", va="top",
+                fontsize=8.5,
+            )  # fmt: skip
+            axes.set_xlabel("rank (singular values above 1e-6)")
+            if name == names[0]:
+                axes.set_ylabel("share of matrices")
+        figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    return len(every)
