@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgk.analysis.canvas import COLOURS, INK, MARKERS, canvas, show_grid
+from mgk.analysis.canvas import BLUE, COLOURS, INK, MARKERS, ORANGE, canvas, show_grid
 from mgk.analysis.cost_ratios import Cost, Ratio
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def draw_variants(
     with canvas(path, columns=len(panels), size=(5.4, 3.4)) as (figure, grid):
         for axes, (label, bars) in zip(grid, panels, strict=True):
             names, values = [name for name, _ in bars], [value for _, value in bars]
-            colours = [INK, *(COLOURS[1] if name.startswith("s") else COLOURS[2] for name in names[1:])]
+            colours = [INK, *(BLUE if name.startswith("smgk") else ORANGE for name in names[1:])]
             places = range(len(bars), 0, -1)
             axes.barh(list(places), values, color=colours, height=0.65)
             axes.set_yticks(list(places), names)

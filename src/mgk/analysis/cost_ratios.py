@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from mgk.analysis.cost import cache_bytes_per_token, embedding_parameters, forward_flops, parameters
-from mgk.models import MGKForCausalLM, MGKForSequencePairClassification, architecture
+from mgk.models import MGKConfig, MGKForCausalLM, MGKForSequencePairClassification, architecture
 
 WIDTHS = (256, 512, 1024, 2048, 4096)
 """Of the language model, as in the paper."""
@@ -84,6 +85,7 @@ class Ratio:
         return self.mixture.cache_bytes / self.baseline.cache_bytes if self.baseline.cache_bytes else None
 
 
+@functools.cache
 def language_model_cost(attention: str, heads: int, *, width: int, length: int, baseline_heads: int = 8) -> Cost:
     """The WikiText-103 model of the paper, widened, on one window.
 
@@ -100,18 +102,13 @@ def language_model_cost(attention: str, heads: int, *, width: int, length: int, 
     """
     if width % baseline_heads:
         raise ValueError(f"width must be a multiple of {baseline_heads} heads, got {width}")
-    config = architecture(
-        "wikitext103-small", attention=attention, num_attention_heads=heads, hidden_size=width,
-        head_dim=width // baseline_heads, max_position_embeddings=length, use_cache=False,
-    )  # fmt: skip
+    config = _language_model_config(attention, heads, width, width // baseline_heads)
+    total, tables = _language_model_size(attention, heads, width, width // baseline_heads)
     with torch.device("meta"):
-        model = MGKForCausalLM(config)
+        one_layer = MGKForCausalLM(
+            _language_model_config(attention, heads, width, width // baseline_heads, num_hidden_layers=1)
+        )
         ids = torch.zeros(1, length, dtype=torch.long)
-    layers = model.model.layers
-    count = len(layers)
-    total, tables = parameters(model), embedding_parameters(model)
-    del layers[1:]
-    per_layer = forward_flops(model.model, input_ids=ids)
     assert config.adaptive_cutoffs is not None
     # One logit for each word, and one for each cluster after the first, whose words it stands for.
     logits = config.vocab_size + len(config.adaptive_cutoffs)
@@ -120,10 +117,25 @@ def language_model_cost(attention: str, heads: int, *, width: int, length: int, 
         heads=heads,
         parameters=total,
         embedding_parameters=tables,
-        forward_flops=count * per_layer,
+        forward_flops=config.num_hidden_layers * forward_flops(one_layer.model, input_ids=ids),
         output_flops=2 * length * width * logits,
         cache_bytes=cache_bytes_per_token(config),
     )
+
+
+def _language_model_config(attention: str, heads: int, width: int, head_dim: int, **changes: int) -> MGKConfig:
+    return architecture(
+        "wikitext103-small", attention=attention, num_attention_heads=heads, hidden_size=width, head_dim=head_dim,
+        max_position_embeddings=max(LENGTHS), use_cache=False, **changes,
+    )  # fmt: skip
+
+
+@functools.cache
+def _language_model_size(attention: str, heads: int, width: int, head_dim: int) -> tuple[int, int]:
+    """Numbers in all parameters, and in the table of tokens. Positions are computed, so the length does not matter."""
+    with torch.device("meta"):
+        model = MGKForCausalLM(_language_model_config(attention, heads, width, head_dim))
+    return parameters(model), embedding_parameters(model)
 
 
 def language_model_ratios(
@@ -162,13 +174,23 @@ def retrieval_cost(attention: str, heads: int, *, pairs: int = 1, tokens: int = 
     config = architecture("lra-retrieval", attention=attention, num_attention_heads=heads)
     with torch.device("meta"):
         model = MGKForSequencePairClassification(config)
-        ids = torch.zeros(1, tokens, dtype=torch.long)
     return Cost(
         attention=attention,
         heads=heads,
         parameters=parameters(model),
         embedding_parameters=embedding_parameters(model),
-        forward_flops=pairs * forward_flops(model, input_ids=ids, pair_input_ids=ids),
+        forward_flops=pairs * _retrieval_flops(attention, heads, tokens),
         output_flops=0,
         cache_bytes=cache_bytes_per_token(config),
     )
+
+
+@functools.cache
+def _retrieval_flops(attention: str, heads: int, tokens: int) -> int:
+    """Of one pair."""
+    with torch.device("meta"):
+        model = MGKForSequencePairClassification(
+            architecture("lra-retrieval", attention=attention, num_attention_heads=heads)
+        )
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+    return forward_flops(model, input_ids=ids, pair_input_ids=ids)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 DPI = 150
+SMALLEST = 6.0
+"""Inches that titles need."""
 
 
 def compose(pictures: Mapping[str, Path], path: Path, *, title: str) -> None:
@@ -29,7 +31,7 @@ def compose(pictures: Mapping[str, Path], path: Path, *, title: str) -> None:
         except (OSError, SyntaxError, ValueError) as error:
             raise ValueError(f"{source} must be a picture, got {error}") from error
     head = 0.4
-    width = max(image.shape[1] for image in loaded.values()) / DPI
+    width = max(SMALLEST, max(image.shape[1] for image in loaded.values()) / DPI)
     height = head + sum(image.shape[0] / DPI + head for image in loaded.values())
     figure = pyplot.figure(figsize=(width, height))
     try:
@@ -40,7 +42,7 @@ def compose(pictures: Mapping[str, Path], path: Path, *, title: str) -> None:
             figure.text(0.01, (top - 0.5 * head) / height, name, fontsize=11, va="center", fontweight="bold")
             top -= head + own_height
             axes = figure.add_axes((0, top / height, own_width / width, own_height / height))
-            axes.imshow(image, aspect="auto", interpolation="nearest")
+            axes.imshow(image, aspect="auto", interpolation="nearest", cmap="gray", vmin=0, vmax=1)
             axes.set_axis_off()
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=DPI, metadata={"Software": None})

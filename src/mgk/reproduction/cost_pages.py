@@ -79,7 +79,7 @@ def heads_page(name: str, folder: Path) -> Page:
     """Figures 4 and 15."""
     is_training = name == "F15"
     pairs = PAIRS if is_training else 1
-    families = {"softmax": ("mgk", "smgk"), "linear": ("mlk", "smlk")}
+    families = {"softmax": ("smgk", "mgk"), "linear": ("smlk", "mlk")}
     picture = folder / f"{name}.png"
     panels: list[tuple[str, Mapping[str, Sequence[tuple[int, float]]]]] = []
     grids, statements = [], []

@@ -59,22 +59,25 @@ def points(runs: Mapping[int, Lines], panel: Panel) -> tuple[list[int], list[flo
     return steps, means, errors
 
 
-def draw(panels: Sequence[tuple[Panel, Mapping[str, Mapping[int, Lines]]]], path: Path, *, title: str) -> int:
+def draw(
+    panels: Sequence[tuple[Panel, Mapping[str, Mapping[int, Lines]]]], path: Path, *, title: str, columns: int
+) -> int:
     """Draw the panels; how many curves there are.
 
     Args:
         panels: each with its runs, by row and seed. The first row is the baseline; rows without runs keep their colour.
         path: the PNG; not written where there is no curve.
         title: of the figure.
+        columns: panels beside each other.
     """
     found = [(panel, {row: points(runs, panel) for row, runs in rows.items()}) for panel, rows in panels]
     count = sum(bool(steps) for _, rows in found for steps, _, _ in rows.values())
     if not count:
         return 0
-    with canvas(path, columns=len(panels), size=(4.2, 3.8)) as (figure, grid):
+    with canvas(path, rows=len(panels) // columns, columns=columns, size=(4.6, 3.4)) as (figure, grid):
         for axes, (panel, rows) in zip(grid, found, strict=True):
             if any(steps for steps, _, _ in rows.values()):
-                _draw_panel(axes, panel, rows, panels)
+                _draw_panel(axes, panel, rows)
             else:
                 hide(axes)
                 axes.set_title(f"{panel.title}: no runs yet")
@@ -82,9 +85,7 @@ def draw(panels: Sequence[tuple[Panel, Mapping[str, Mapping[int, Lines]]]], path
     return count
 
 
-def _draw_panel(
-    axes: Axes, panel: Panel, rows: Mapping[str, tuple[list[int], list[float], list[float]]], panels: Sequence[Any]
-) -> None:
+def _draw_panel(axes: Axes, panel: Panel, rows: Mapping[str, tuple[list[int], list[float], list[float]]]) -> None:
     last = max(steps[-1] for steps, _, _ in rows.values() if steps)
     for index, (row, (steps, means, errors)) in enumerate(rows.items()):
         if not steps:

@@ -11,6 +11,8 @@ from mgk.reproduction.metrics import Metric
 from mgk.reproduction.results import ANALYSIS, Results, run_name
 
 RUNS = "runs"
+SAMPLES = 32
+"""Sequences that an analysis reads: with 4 heads 128 attention matrices of each layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +123,7 @@ def _afterwards(results: Results, recipe: str, row: str, seeds: Sequence[int], w
     ]
     if "analysis" in what:
         to = f"{results.folder}/{ANALYSIS}/{run_name(recipe, row, 0).removesuffix('0')}"
-        commands.append(_for_each(seeds, f"mgk analyze {folder}", f" --to {to}", ""))
+        commands.append(_for_each(seeds, f"mgk analyze {folder}", f" --samples {SAMPLES} --to {to}", ""))
     return Missing(
         what=f"{recipe} {row}, seed {seed_range(seeds)}: {', '.join(sorted(what))}", commands=tuple(commands)
     )

@@ -37,7 +37,8 @@ def check(content: Mapping[str, Any], path: Path) -> None:
 
 
 def value(content: Mapping[str, Any], metric: Metric) -> float | None:
-    """One number of one layer: the mean over heads, and over samples where there are several."""
+    """One number of one layer: the mean over heads, and over samples where there are several; ``None`` where there is
+    none, or one that is not finite."""
     assert metric.layer is not None
     if metric.key == "rank":
         return _mean(ranks(content, metric.layer))
@@ -51,7 +52,7 @@ def value(content: Mapping[str, Any], metric: Metric) -> float | None:
 
 def ranks(content: Mapping[str, Any], layer: int) -> list[float]:
     """The rank of every attention matrix of a layer, which is counted from 1."""
-    return [rank for sample in _layer(content, "rank", layer) for rank in sample]
+    return [rank for sample in _layer(content, "rank", layer) for rank in sample if rank is not None]
 
 
 def _layer(content: Mapping[str, Any], section: str, layer: int) -> Sequence[Any]:
@@ -59,11 +60,14 @@ def _layer(content: Mapping[str, Any], section: str, layer: int) -> Sequence[Any
     return layers[layer - 1][FIELDS[section][0]] if layer <= len(layers) else ()
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known and len(known) == len(values) else None
 
 
 def _is_nested(found: Any, depth: int) -> bool:
     if depth == 0:
+        if found is None:
+            return True
         return isinstance(found, (int, float)) and not isinstance(found, bool) and math.isfinite(found)
     return isinstance(found, list) and all(_is_nested(item, depth - 1) for item in found)

@@ -26,25 +26,24 @@ def draw(ranks: Mapping[int, Mapping[str, Sequence[float]]], path: Path, *, titl
     low, high = min(every), max(every)
     span = max(high - low, 1.0)
     bins = [low - 0.02 * span + 1.04 * span * place / BINS for place in range(BINS + 1)]
-    with canvas(path, rows=len(ranks), columns=len(names), size=(3.6, 2.6)) as (figure, grid):
+    tallest = 0.0
+    with canvas(path, rows=len(ranks), columns=len(names), size=(3.9, 2.6)) as (figure, grid):
         for place, (layer, name) in enumerate((layer, name) for layer in ranks for name in names):
             axes, own = grid[place], ranks[layer][name]
-            axes.set_title(f"{name}, layer {layer}")
             if not own:
                 hide(axes)
                 axes.set_title(f"{name}, layer {layer}: no analysis yet")
                 continue
             colour = COLOURS[names.index(name)]
-            axes.hist(own, bins=bins, color=colour, weights=[1 / len(own)] * len(own))
+            shares, _, _ = axes.hist(own, bins=bins, color=colour, weights=[1 / len(own)] * len(own))
+            tallest = max(tallest, float(max(shares)))
             axes.axvline(mean(own), color="#000000", linewidth=1.2, linestyle="--")
             axes.set_xlim(bins[0], bins[-1])
-            axes.set_ylim(0, 1.05)
-            axes.annotate(
-                f"mean {mean(own):.0f}, {len(own)} matrices", xy=(0.02, 0.97), xycoords="axes fraction", va="top",
-                fontsize=8.5,
-            )  # fmt: skip
+            axes.set_title(f"{name}, layer {layer}: mean {mean(own):.0f}, n = {len(own)}")
             axes.set_xlabel("rank (singular values above 1e-6)")
             if name == names[0]:
                 axes.set_ylabel("share of matrices")
+        for axes in grid:
+            axes.set_ylim(0, 1.08 * tallest)
         figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     return len(every)

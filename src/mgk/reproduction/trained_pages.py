@@ -72,6 +72,7 @@ def curve_page(name: str, results: Results, folder: Path, seeds: int) -> Page:
         ],
         picture,
         title=title,
+        columns=max(2, len(panels)),
     )
     chosen = claims(name)
     needs = [
