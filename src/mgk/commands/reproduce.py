@@ -21,7 +21,7 @@ STYLES = {"holds": "green", "does not hold": "red", "complete": "green", "in par
 def reproduce(
     names: Annotated[
         list[str],
-        typer.Argument(metavar="NAME...", help="T1 ... T10, F1 ... F16, variances, likelihood, size, or all."),
+        typer.Argument(metavar="NAME...", help="T1 ... T10, F1 ... F16, another page, or all."),
     ],
     results: Annotated[Path, typer.Option(help="Where the results are.")] = Path("results"),
     folder: Annotated[Path, typer.Option("--to", help="Where the pages go.")] = Path("docs/results"),

@@ -73,9 +73,9 @@ def markdown(page: Page) -> str:
         parts += [f"**{grid.title}**"] if grid.title else []
         parts.append(markdown_table(grid))
     if page.statements:
-        parts += ["## What the paper says", "Counted, so no test is needed.", _statements(page)]
+        parts += ["## Claims", "Counted, so no test is needed.", _statements(page)]
     if page.verdicts:
-        parts += ["## What the paper says", test_in_words(), *_verdicts(page.verdicts)]
+        parts += ["## Claims", test_in_words(), *_verdicts(page.verdicts)]
     if page.missing:
         parts += ["## Missing", *_missing(page.missing)]
     if page.notes:

@@ -8,16 +8,16 @@ from pathlib import Path
 from mgk.reproduction import cost_pages, trained_pages
 from mgk.reproduction.page import Grid, Page, header, markdown, markdown_table
 from mgk.reproduction.results import Results
-from mgk.reproduction.tables import SEEDS, table_names, table_page
+from mgk.reproduction.tables import OURS, SEEDS, own_page, table_names, table_page
 
 ALL = "all"
 INDEX = "README.md"
 
 
 def names() -> list[str]:
-    """Tables, then figures, as the paper numbers them."""
+    """Tables, then figures, as the paper numbers them, then experiments of ours."""
     figures = sorted({**cost_pages.PAGES, **trained_pages.PAGES}, key=lambda name: int(name[1:]))
-    return [*table_names(), *figures]
+    return [*table_names(), *figures, *OURS]
 
 
 def parse_names(given: Sequence[str]) -> list[str]:
@@ -49,7 +49,7 @@ def build(name: str, results: Results, folder: Path, seeds: int = SEEDS) -> Page
         return cost_pages.PAGES[name](name, folder)
     if name in trained_pages.PAGES:
         return trained_pages.PAGES[name](name, results, folder, seeds)
-    return table_page(name, results, seeds)
+    return own_page(name, results, seeds) if name in OURS else table_page(name, results, seeds)
 
 
 def write(page: Page, folder: Path) -> Path:
