@@ -1,5 +1,6 @@
 """Results as runs would have left them, made up: every file that tables and figures are read from."""
 
+import functools
 import json
 import math
 import random
@@ -15,8 +16,11 @@ LAYERS = {"lra/retrieval": 2, "lra/retrieval-linear": 2, "wikitext103/small": 16
 PICTURES = ("attention-maps.png", "keys.png", "key-projections.png")
 
 
+load = functools.cache(recipes.load)
+
+
 def config_of(recipe, row, seed, changes=()):
-    return to_mapping(recipes.load(recipe).config(row, list(changes), seed))
+    return to_mapping(load(recipe).config(row, list(changes), seed))
 
 
 def write_run(folder, recipe, row, seed, *, changes=(), parameters=1_000_000, **metrics):
@@ -137,7 +141,7 @@ def write_everything(folder, seeds):
                                   "multi30k": (30.0, 1.0), "tatoeba": (40.0, 1.0)}.items():  # fmt: skip
         # Mixtures are the best, then one Gaussian, then normalised softmax.
         kinds = {"softmax": 0, "gaussian": 2, "smgk": 4, "mgk": 3, "smgk-hard": 3, "mgk-hard": 3}
-        for row in recipes.load(recipe).rows:
+        for row in load(recipe).rows:
             level = 1 if "qk_norm" in row else kinds.get(row.split("+")[0].rpartition("-")[0], 3)
             for seed in range(seeds):
                 value = first + step * (level + 0.02 * seed)

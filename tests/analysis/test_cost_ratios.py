@@ -56,6 +56,38 @@ class TestSumsByHand:
         assert found.forward_flops == 5 * (2 * 2 * layer + head)
 
 
+@pytest.mark.parametrize("attention", PRESETS)
+def test_torch_counts_the_fused_op_the_same(attention):
+    """The formulas that our ops register with FlopCounterMode, on the shapes they get, and the rest of the layer by
+    torch's own: together what `forward_flops` says. Shifts are multiplied before the op, by ordinary products."""
+    pytest.importorskip("triton")
+    from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+    import mgk.ops.triton.linear_operator
+    import mgk.ops.triton.operator
+
+    n, heads, head_dim, width = 48, 4, 16, 24
+    preset = PRESETS[attention]
+    layer = mgk.build_attention(attention, width, heads, head_dim=head_dim)
+    x = torch.zeros(2, n, width)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        for projection in (layer.q_proj, layer.k_proj, layer.v_proj):
+            projection(x)
+        layer.out_proj(torch.zeros(2, n, heads * head_dim))
+    keys = 1 if preset.keys == "shifted" else preset.num_components
+    query, key, value = (2, heads, n, head_dim), (2, heads, keys, n, head_dim), (2, heads, n, head_dim)
+    total = counter.get_total_flops()
+    if preset.feature_map is not None:
+        formula = flop_registry[torch.ops.mgk.fused_linear_attention]
+        total += formula(torch.zeros(query), torch.zeros(key), torch.zeros(value))
+    else:
+        formula = flop_registry[torch.ops.mgk.fused_attention]
+        total += formula(torch.zeros(query), torch.zeros(key), torch.zeros(value), *[None] * 11, False)
+        shifts = 2 * 2 * heads * n * preset.num_components * head_dim if preset.keys == "shifted" else 0
+        total += shifts * (2 if preset.similarity == "gaussian" else 1)
+    assert forward_flops(layer, query=x) == total
+
+
 def test_one_layer_stands_for_all():
     """And the output layer is what the whole model costs beyond its layers."""
     with torch.device("meta"):

@@ -1,7 +1,6 @@
 """What is read of a folder of results, what is set aside, and what is refused."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -14,6 +13,7 @@ from reproduction_cases import (
     write_run,
 )
 
+from mgk.cli import main
 from mgk.reproduction.metrics import METRICS, metric
 from mgk.reproduction.results import read_results, run_name
 
@@ -212,16 +212,18 @@ def test_a_damaged_file_is_named(tmp_path, damage):
     assert "\n" not in said
 
 
-def test_on_the_command_line_it_is_one_line(tmp_path):
+def test_on_the_command_line_it_is_one_line(tmp_path, monkeypatch, capsys):
     path, _ = damaged_run(tmp_path / "results")
-    finished = subprocess.run(
-        [sys.executable, "-m", "mgk", "reproduce", "T1", "--results", str(tmp_path / "results"), "--to", str(tmp_path)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert finished.returncode == 1
-    assert finished.stderr.startswith("error: ")
-    assert str(path) in finished.stderr
-    assert finished.stderr.count("\n") == 1
+    words = ["mgk", "reproduce", "T1", "--results", str(tmp_path / "results"), "--to", str(tmp_path / "pages")]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert str(path) in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "pages").exists()
 
 
 def test_a_picture_that_is_none(tmp_path):
