@@ -167,7 +167,7 @@ class TestWithoutResults:
             for row in rows:
                 assert any(re.search(rf"[' ]{re.escape(row)}[' ]", line) for line in own), (recipe, row)
         assert "--seeds 0-4" in result.output
-        assert "mgk bench retrieval --preset mgk --preset smgk" in result.output
+        assert "mgk bench retrieval --preset smgk --preset mgk --preset smlk --preset mlk" in result.output
 
     def test_costs_need_no_results(self, said):
         folder, _ = said

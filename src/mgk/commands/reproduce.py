@@ -42,6 +42,8 @@ def reproduce(
     if collect is not None:
         count = len(collection.collect(collect, results))
         console.print(f"{count} files brought from {collect}", highlight=False)
+    if not results.is_dir():
+        console.print(f"{results} is no folder, so there are no results yet", style="yellow", highlight=False)
     found = read_results(results)
     built = []
     for name in wanted:
