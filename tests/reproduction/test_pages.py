@@ -202,3 +202,14 @@ def test_numbers_of_figures_three_and_ten(made):
         first = next(line for line in text.splitlines() if line.startswith("| 4096 |"))
         assert first.split(" | ")[1] == f"{ratio.flops:.3f}"
     assert np.isclose(ratio.flops, 0.69, atol=0.005)
+
+
+def test_costs_do_not_all_grow_with_the_length(made):
+    """A wide model spends its FLOPs on projections, where half the heads save more than in the products of pairs."""
+    three, ten = ((made[0] / "pages" / f"{name}.md").read_text().splitlines() for name in ("F3", "F10"))
+    verdicts = [
+        [line for line in page if line.startswith("| the saving in FLOPs grows with N")] for page in (three, ten)
+    ]
+    assert [line.endswith("| does not hold |") for line in verdicts[0]] == [True, False]
+    assert "not at D = 2048, 4096" in verdicts[0][0]
+    assert [line.endswith("| does not hold |") for line in verdicts[1]] == [True, True]

@@ -195,34 +195,45 @@ def _over_sizes(ratios: Sequence[Ratio], show: Callable[[Ratio], str]) -> tuple[
 
 
 def _ratio_statements(ratios: Sequence[Ratio]) -> list[tuple[str, bool, str]]:
-    by_width: dict[int, list[float]] = {}
     by_length: dict[int, list[float]] = {}
     for ratio in ratios:
-        by_width.setdefault(ratio.width, []).append(ratio.flops)
         by_length.setdefault(ratio.length, []).append(ratio.flops)
     sizes = list(dict.fromkeys((ratio.width, ratio.parameters) for ratio in ratios))
     flops = [ratio.flops for ratio in ratios]
-    rising = [str(width) for width, values in by_width.items() if not _falls(values)]
+    shortest = min(by_length)
     return [
         ("fewer FLOPs at every D and N", max(flops) < 1, f"{min(flops):.3f} to {max(flops):.3f}"),
         (
             "the saving in FLOPs grows with D",
             all(_falls(values) for values in by_length.values()),
-            f"at N = 128 from {by_length[128][0]:.3f} to {by_length[128][-1]:.3f}",
+            f"at N = {shortest} from {by_length[shortest][0]:.3f} to {by_length[shortest][-1]:.3f}",
         ),
+        ("the saving in FLOPs grows with N: layers", *_over_length(ratios, lambda ratio: ratio.flops)),
         (
-            "the saving in FLOPs grows with N",
-            not rising,
-            f"at D = 256 from {by_width[256][0]:.3f} to {by_width[256][-1]:.3f}"
-            + (f", but not at D = {', '.join(rising)}: at {rising[-1]} from {by_width[int(rising[-1])][0]:.3f} to "
-               f"{by_width[int(rising[-1])][-1]:.3f}" if rising else ""),
+            "the saving in FLOPs grows with N: with the output over the whole vocabulary",
+            *_over_length(ratios, lambda ratio: ratio.flops_with_output),
         ),
         (
             "fewer parameters, and the saving grows with D",
             _falls([value for _, value in sizes]) and sizes[0][1] < 1,
             f"{sizes[0][1]:.3f} to {sizes[-1][1]:.3f}",
         ),
-    ]  # fmt: skip
+    ]
+
+
+def _over_length(ratios: Sequence[Ratio], number: Callable[[Ratio], float]) -> tuple[bool, str]:
+    """Whether a ratio falls with the length at every width, and where it does how."""
+    by_width: dict[int, list[float]] = {}
+    for ratio in ratios:
+        by_width.setdefault(ratio.width, []).append(number(ratio))
+    narrowest = min(by_width)
+    said = f"at D = {narrowest} from {by_width[narrowest][0]:.3f} to {by_width[narrowest][-1]:.3f}"
+    others = [width for width, values in by_width.items() if not _falls(values)]
+    if others:
+        listed = ", ".join(map(str, others))
+        last = by_width[others[-1]]
+        said += f"; not at D = {listed}: at {others[-1]} from {last[0]:.3f} to {last[-1]:.3f}"
+    return not others, said
 
 
 def _falls(values: Sequence[float]) -> bool:
