@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from reproduction_cases import write_curve, write_evaluation, write_run
+from reproduction_cases import write_analysis, write_curve, write_evaluation, write_run
 
 from mgk.reproduction.collection import collect
 from mgk.reproduction.metrics import metric
@@ -22,6 +22,7 @@ def make_run(folder, row, seed, *, finished=True):
         place / "evaluation-valid.json"
     )
     write_curve(scratch, recipe, row, seed).rename(place / "metrics.jsonl")
+    write_analysis(scratch, recipe, row, seed).parent.rename(place / "analysis")
     return place
 
 
@@ -30,13 +31,16 @@ def test_everything_of_a_finished_run_is_brought(tmp_path):
     make_run(tmp_path, "mgk-4+variance_scale=1,3", 2)
     make_run(tmp_path, "softmax-8", 0, finished=False)
     written = collect(tmp_path / "runs", tmp_path / "results")
-    assert len(written) == 6
+    # Of each run: result, evaluation, curve, the numbers of its analysis and three pictures.
+    assert len(written) == 2 * 7
     found = read_results(tmp_path / "results")
     assert found.values("wikitext103/small", "mgk-4", metric("valid_perplexity")) == {0: 33.0}
     assert found.values("wikitext103/small", "mgk-4+variance_scale=1,3", metric("valid_perplexity")) == {2: 33.0}
     assert found.trained("wikitext103/small", "mgk-4") == {0}
     assert list(found.curves("wikitext103/small", "mgk-4")) == [0]
     assert found.values("wikitext103/small", "softmax-8", metric("valid_perplexity")) == {}
+    assert list(found.values("wikitext103/small", "mgk-4", metric("rank_layer_1"))) == [0]
+    assert found.picture("wikitext103/small", "mgk-4", "keys.png") is not None
     assert found.notes == ()
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from mgk.reproduction.results import CURVES, EVALUATIONS, run_name
+from mgk.reproduction.results import ANALYSIS, CURVES, EVALUATIONS, run_name
 from mgk.training import result
 from mgk.training.tracking import METRICS
 
 
 def collect(runs: Path, results: Path) -> list[Path]:
-    """Copy the result, the evaluations and the curves of every finished run; the files that were written.
+    """Copy the result, the evaluations, the curves and the analysis of every finished run; the files that were written.
 
     A run is finished when it has a result. What it had brought here before is overwritten.
 
@@ -33,6 +33,10 @@ def collect(runs: Path, results: Path) -> list[Path]:
         for evaluation in sorted(path.parent.glob("evaluation-*.json")):
             split = evaluation.stem.removeprefix("evaluation-")
             copies[evaluation] = results / EVALUATIONS / f"{name}-{split}.json"
+        # Where `mgk analyze` puts it unless told otherwise.
+        for analysis in sorted((path.parent / ANALYSIS).glob("*")):
+            if analysis.suffix in (".json", ".png"):
+                copies[analysis] = results / ANALYSIS / name / analysis.name
         for source, copy in copies.items():
             if source.is_file():
                 copy.parent.mkdir(parents=True, exist_ok=True)
