@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -9,6 +10,13 @@ from mgk.analysis.canvas import COLOURS, canvas, hide
 from mgk.reproduction.statistics import mean
 
 BINS = 24
+
+
+def edges(low: float, high: float) -> list[float]:
+    """Of bins around whole numbers, as many of them in each as it takes to have no more than :data:`BINS`."""
+    width = math.ceil((high - low + 1) / BINS)
+    count = math.ceil((high - low + 1) / width)
+    return [low - 0.5 + width * place for place in range(count + 1)]
 
 
 def draw(ranks: Mapping[int, Mapping[str, Sequence[float]]], path: Path, *, title: str) -> int:
@@ -23,9 +31,7 @@ def draw(ranks: Mapping[int, Mapping[str, Sequence[float]]], path: Path, *, titl
     if not every:
         return 0
     names = list(next(iter(ranks.values())))
-    low, high = min(every), max(every)
-    span = max(high - low, 1.0)
-    bins = [low - 0.02 * span + 1.04 * span * place / BINS for place in range(BINS + 1)]
+    bins = edges(min(every), max(every))
     tallest = 0.0
     with canvas(path, rows=len(ranks), columns=len(names), size=(3.9, 2.6)) as (figure, grid):
         for place, (layer, name) in enumerate((layer, name) for layer in ranks for name in names):
@@ -39,6 +45,7 @@ def draw(ranks: Mapping[int, Mapping[str, Sequence[float]]], path: Path, *, titl
             tallest = max(tallest, float(max(shares)))
             axes.axvline(mean(own), color="#000000", linewidth=1.2, linestyle="--")
             axes.set_xlim(bins[0], bins[-1])
+            axes.locator_params(axis="x", integer=True, nbins=7)
             axes.set_title(f"{name}, layer {layer}: mean {mean(own):.0f}, n = {len(own)}")
             axes.set_xlabel("rank (singular values above 1e-6)")
             if name == names[0]:
