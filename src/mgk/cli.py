@@ -18,6 +18,7 @@ except ImportError as error:  # pragma: no cover
 from mgk.commands.analyze import analyze
 from mgk.commands.bench import app as bench_app
 from mgk.commands.report import report
+from mgk.commands.reproduce import reproduce
 from mgk.commands.training import register as register_training
 from mgk.data.commands import app as data_app
 from mgk.demo import demo
@@ -33,6 +34,7 @@ app.add_typer(bench_app, name="bench")
 app.command()(demo)
 app.command()(analyze)
 app.command()(report)
+app.command()(reproduce)
 register_training(app)
 
 

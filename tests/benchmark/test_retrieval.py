@@ -5,6 +5,7 @@ import torch
 
 import mgk
 from mgk.benchmark.document_matcher import Matcher, MatcherStep, random_pairs
+from mgk.benchmark.plan import check_presets
 from mgk.benchmark.retrieval import compare, matchers
 from mgk.benchmark.timing import Effort
 
@@ -52,6 +53,18 @@ def test_a_model_that_is_wrong_gets_no_number(monkeypatch):
     assert "error of the gradient must be at most 0.001, got" in found.failures[0]["reason"]
     assert not found.rows
     assert len(found.baselines) == 2
+
+
+def test_linear_attention_stands_beside_its_own_baseline():
+    """With all heads, without dropout, and right like all others."""
+    chosen = matchers(("smlk", "mlk"), CPU)
+    assert [matcher.name for matcher in chosen if matcher.kernel is None] == ["linear-8", "smlk-4", "mlk-4"]
+    found = compare(chosen, pairs=2, tokens=16, device=CPU, effort=Effort(rounds=2, seconds=1, fewest=2))
+    assert [(each["preset"], each["heads"]) for each in found.rows] == [("linear", 8), ("smlk", 4), ("mlk", 4)]
+    assert not found.failures
+    assert all(each["gradient_error"] < 1e-3 for each in found.rows)
+    with pytest.raises(ValueError, match=r"--preset must be one of .*got 'linear-4'"):
+        check_presets(["linear-4"], linear=True)
 
 
 def test_on_a_gpu_every_fused_kernel_is_tried():

@@ -196,9 +196,11 @@ def usual_effort(device: torch.device, quick: bool) -> Effort:
     return Effort(rounds=3 if quick else 7, seconds=1.0 if quick else 4.0, fewest=3, slowest=1.0 if quick else 8.0)
 
 
-def check_presets(names: Sequence[str]) -> None:
-    """Refuse what is no preset of the benchmark."""
+def check_presets(names: Sequence[str], *, linear: bool = False) -> None:
+    """Refuse what is no preset of the benchmark; one that measures ``linear`` attention as well takes all presets."""
     for name in names:
+        if linear and name in LINEAR_PRESETS:
+            continue
         if name in LINEAR_PRESETS:
             usable = ", ".join(SOFTMAX_PRESETS)
             raise ValueError(f"--preset must not be linear attention, got {name!r}: use one of {usable}")

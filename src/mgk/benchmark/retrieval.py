@@ -14,6 +14,7 @@ from mgk.benchmark.correctness import WrongResultError
 from mgk.benchmark.document_matcher import Matcher, MatcherStep, random_pairs
 from mgk.benchmark.entry import why_refused
 from mgk.benchmark.timing import Clock, Effort, HostClock, Report, StreamClock, Timing, no_report, take_turns
+from mgk.nn.presets import LINEAR_PRESETS
 from mgk.training.result import device_name
 
 HEADS = 8
@@ -24,17 +25,20 @@ CALLS = 5
 
 
 def matchers(presets: Sequence[str], device: torch.device) -> list[Matcher]:
-    """Softmax on every stock kernel and the presets, all without dropout; then those that train with it.
+    """Softmax on every stock kernel and the presets, all without dropout; then those that train with it. Beside linear
+    presets stands linear attention with all heads; it has no dropout of its own.
 
     Materialised softmax is left out on a GPU: at 4,096 bytes it is the paper's 50 GB.
     """
     kernels = ("cudnn", "flash", "efficient") if device.type == "cuda" else ("flash", "math")
     dropping = ("cudnn", "flash") if device.type == "cuda" else ("math",)
+    linear = [preset for preset in presets if preset in LINEAR_PRESETS]
     return [
         *(Matcher(attention="softmax", heads=HEADS, kernel=kernel) for kernel in kernels),
+        *([Matcher(attention="linear", heads=HEADS)] if linear else []),
         *(Matcher(attention=preset, heads=HEADS // 2) for preset in presets),
         *(Matcher(attention="softmax", heads=HEADS, kernel=kernel, drops_out=True) for kernel in dropping),
-        *(Matcher(attention=preset, heads=HEADS // 2, drops_out=True) for preset in presets),
+        *(Matcher(attention=preset, heads=HEADS // 2, drops_out=True) for preset in presets if preset not in linear),
     ]
 
 

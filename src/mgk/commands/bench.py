@@ -118,7 +118,7 @@ def retrieval(
 
     where = _find_device(device)
     chosen = presets or list(measurement.PRESETS)
-    check_presets(chosen)
+    check_presets(chosen, linear=True)
     if pairs is None:
         pairs = 32 if where.type == "cuda" else 2
     if tokens is None:

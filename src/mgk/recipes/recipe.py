@@ -18,7 +18,7 @@ FOLDER = Path(__file__).resolve().parent
 SECTIONS = ("data", "model", "optimizer", "schedule", "training", "validation")
 KEYS = ("title", "source", "base", "rows", "task", *SECTIONS)
 
-_NOT_A_RECIPE = "paper"
+_NO_RECIPES = ("paper", "claims")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ def load(name_or_path: str | Path) -> Recipe:
 def _bundled() -> dict[str, Path]:
     """Name and file of each, sorted by name."""
     files = {path.relative_to(FOLDER).with_suffix("").as_posix(): path for path in FOLDER.rglob("*.yaml")}
-    return {name: files[name] for name in sorted(files) if name != _NOT_A_RECIPE}
+    return {name: files[name] for name in sorted(files) if name not in _NO_RECIPES}
 
 
 def _find(name_or_path: str | Path, folder: Path) -> Path:

@@ -1,0 +1,196 @@
+"""What the models of the paper cost at every size: the numbers behind its figures 3, 4, 8, 10, 15 and 16."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mgk.analysis.cost import cache_bytes_per_token, embedding_parameters, forward_flops, parameters
+from mgk.models import MGKConfig, MGKForCausalLM, MGKForSequencePairClassification, architecture
+
+WIDTHS = (256, 512, 1024, 2048, 4096)
+"""Of the language model, as in the paper."""
+LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
+"""Words in a window, as in the paper."""
+
+_TRAINING_OVER_FORWARD = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What one model costs on one shape of input."""
+
+    attention: str
+    """A preset."""
+    heads: int
+    parameters: int
+    """All of them."""
+    embedding_parameters: int
+    """Those in tables of tokens and positions."""
+    forward_flops: int
+    """Of the matrix products of one forward pass; of a language model without its output layer."""
+    output_flops: int
+    """Of a language model's output layer over the whole vocabulary; 0 for others, whose head is counted above."""
+    cache_bytes: int
+    """Keys and values of one token in all layers, in bf16; 0 for linear attention, whose state does not grow."""
+
+    @property
+    def other_parameters(self) -> int:
+        """All but the tables."""
+        return self.parameters - self.embedding_parameters
+
+    @property
+    def training_flops(self) -> int:
+        """Forward and backward: each product has two in the backward pass."""
+        return _TRAINING_OVER_FORWARD * self.forward_flops
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """A mixture over the attention with twice its heads, at one width and length."""
+
+    width: int
+    """Of the model."""
+    length: int
+    """Words in the window."""
+    mixture: Cost
+    baseline: Cost
+
+    @property
+    def flops(self) -> float:
+        """Of the layers. Training over training is the same number, since both are three times forward."""
+        return self.mixture.forward_flops / self.baseline.forward_flops
+
+    @property
+    def flops_with_output(self) -> float:
+        """The same with the output over the whole vocabulary, which both models have."""
+        numerator = self.mixture.forward_flops + self.mixture.output_flops
+        return numerator / (self.baseline.forward_flops + self.baseline.output_flops)
+
+    @property
+    def parameters(self) -> float:
+        return self.mixture.parameters / self.baseline.parameters
+
+    @property
+    def other_parameters(self) -> float:
+        """Without the tables of tokens and positions."""
+        return self.mixture.other_parameters / self.baseline.other_parameters
+
+    @property
+    def cache_bytes(self) -> float | None:
+        """``None`` where neither keeps keys and values."""
+        return self.mixture.cache_bytes / self.baseline.cache_bytes if self.baseline.cache_bytes else None
+
+
+@functools.cache
+def language_model_cost(attention: str, heads: int, *, width: int, length: int, baseline_heads: int = 8) -> Cost:
+    """The WikiText-103 model of the paper, widened, on one window.
+
+    A head is ``width / baseline_heads`` wide, whatever ``heads`` is, and the feed-forward layer stays 2048 wide, as it
+    does in both of the published sizes. Every layer costs the same, so one is counted, on the ``meta`` device. What the
+    adaptive softmax costs depends on which words occur; here it is that of the whole vocabulary, and kept apart.
+
+    Args:
+        attention: a preset.
+        heads: of this model.
+        width: of the model.
+        length: of the window.
+        baseline_heads: of the model with the full number of heads.
+    """
+    if width % baseline_heads:
+        raise ValueError(f"width must be a multiple of {baseline_heads} heads, got {width}")
+    config = _language_model_config(attention, heads, width, width // baseline_heads)
+    total, tables = _language_model_size(attention, heads, width, width // baseline_heads)
+    with torch.device("meta"):
+        one_layer = MGKForCausalLM(
+            _language_model_config(attention, heads, width, width // baseline_heads, num_hidden_layers=1)
+        )
+        ids = torch.zeros(1, length, dtype=torch.long)
+    assert config.adaptive_cutoffs is not None
+    # One logit for each word, and one for each cluster after the first, whose words it stands for.
+    logits = config.vocab_size + len(config.adaptive_cutoffs)
+    return Cost(
+        attention=attention,
+        heads=heads,
+        parameters=total,
+        embedding_parameters=tables,
+        forward_flops=config.num_hidden_layers * forward_flops(one_layer.model, input_ids=ids),
+        output_flops=2 * length * width * logits,
+        cache_bytes=cache_bytes_per_token(config),
+    )
+
+
+def _language_model_config(attention: str, heads: int, width: int, head_dim: int, **changes: int) -> MGKConfig:
+    return architecture(
+        "wikitext103-small", attention=attention, num_attention_heads=heads, hidden_size=width, head_dim=head_dim,
+        max_position_embeddings=max(LENGTHS), use_cache=False, **changes,
+    )  # fmt: skip
+
+
+@functools.cache
+def _language_model_size(attention: str, heads: int, width: int, head_dim: int) -> tuple[int, int]:
+    """Numbers in all parameters, and in the table of tokens. Positions are computed, so the length does not matter."""
+    with torch.device("meta"):
+        model = MGKForCausalLM(_language_model_config(attention, heads, width, head_dim))
+    return parameters(model), embedding_parameters(model)
+
+
+def language_model_ratios(
+    mixture: str, baseline: str, *, widths: Sequence[int] = WIDTHS, lengths: Sequence[int] = LENGTHS, heads: int = 8
+) -> list[Ratio]:
+    """A mixture with half the heads over ``baseline`` with all of them, at every width and length.
+
+    Args:
+        mixture: the preset above the line: ``mgk`` (figure 3) or ``mlk`` (figure 10).
+        baseline: the preset below it: ``softmax`` or ``linear``.
+        widths: of the model.
+        lengths: of the window.
+        heads: of the baseline.
+    """
+    return [
+        Ratio(
+            width=width,
+            length=length,
+            mixture=language_model_cost(mixture, heads // 2, width=width, length=length, baseline_heads=heads),
+            baseline=language_model_cost(baseline, heads, width=width, length=length, baseline_heads=heads),
+        )
+        for width in widths
+        for length in lengths
+    ]
+
+
+def retrieval_cost(attention: str, heads: int, *, pairs: int = 1, tokens: int = 4096) -> Cost:
+    """The Long Range Arena Retrieval model of the paper on ``pairs`` pairs of documents, all of their tokens counted.
+
+    Args:
+        attention: a preset.
+        heads: of this model, 32 wide each.
+        pairs: in the batch.
+        tokens: of each document; shorter ones are padded to it.
+    """
+    config = architecture("lra-retrieval", attention=attention, num_attention_heads=heads)
+    with torch.device("meta"):
+        model = MGKForSequencePairClassification(config)
+    return Cost(
+        attention=attention,
+        heads=heads,
+        parameters=parameters(model),
+        embedding_parameters=embedding_parameters(model),
+        forward_flops=pairs * _retrieval_flops(attention, heads, tokens),
+        output_flops=0,
+        cache_bytes=cache_bytes_per_token(config),
+    )
+
+
+@functools.cache
+def _retrieval_flops(attention: str, heads: int, tokens: int) -> int:
+    """Of one pair."""
+    with torch.device("meta"):
+        model = MGKForSequencePairClassification(
+            architecture("lra-retrieval", attention=attention, num_attention_heads=heads)
+        )
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+    return forward_flops(model, input_ids=ids, pair_input_ids=ids)

@@ -1,0 +1,225 @@
+"""The claims of the paper, and what our runs say about them.
+
+The test: Welch's t between the seeds of two rows, two-sided, at level 0.05, p values adjusted by Holm over the
+comparisons of one sentence of the paper. A claim "comparable" is tested against the margin of its metric instead of 0.
+Fewer than three seeds in a row decide nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from mgk.recipes import paper
+from mgk.recipes.recipe import FOLDER
+from mgk.reproduction.metrics import Metric, metric
+from mgk.reproduction.results import Results
+from mgk.reproduction.statistics import Contrast, contrast, holm, mean
+from mgk.training.configuration import read_yaml
+
+Kind = Literal["better", "comparable"]
+Outcome = Literal["holds", "does not hold", "not shown", "not yet enough seeds", "not yet measured"]
+
+LEVEL = 0.05
+MINIMUM_SEEDS = 3
+NOISES = 3
+"""A time differs from another if they are so many times their noise apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One comparison that the paper says comes out in one way."""
+
+    page: str
+    """The table or figure."""
+    sentence: str
+    """What it belongs to; comparisons of one sentence are one family of tests."""
+    where: str
+    """Where the paper says so."""
+    kind: Kind
+    metric: Metric
+    recipes: tuple[str, ...]
+    """Several: the mean over them."""
+    first: str
+    """The row that is said to win."""
+    second: str
+    """The row it is compared with."""
+
+    @property
+    def what(self) -> str:
+        """In words."""
+        relation = "better than" if self.kind == "better" else "not worse than"
+        where = self.recipes[0] if len(self.recipes) == 1 else "average"
+        return f"{self.first} {relation} {self.second}, {where}, {self.metric.title}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What our runs say about a claim."""
+
+    claim: Claim
+    outcome: Outcome
+    why: str
+    """The numbers behind it."""
+    seeds: tuple[int, int]
+    """Of the first row and of the second; of an average, in the recipe that has fewest."""
+    published: float | None
+    """By how much the first wins in the paper, in the direction that is better; ``None``: it prints no number."""
+    found: float | None = None
+    """By how much it wins in ours."""
+
+
+def claims(page: str) -> list[Claim]:
+    """Those about one table or figure."""
+    return [claim for entry in _read().get(page, []) for claim in _expand(page, entry)]
+
+
+def pages() -> list[str]:
+    """The tables and figures that have claims."""
+    return list(_read())
+
+
+def judge(chosen: Sequence[Claim], results: Results) -> list[Verdict]:
+    """A verdict on every claim, in their order."""
+    verdicts: dict[Claim, Verdict] = {}
+    families: dict[tuple[str, str], list[tuple[Claim, Contrast]]] = {}
+    for claim in chosen:
+        if claim.metric.source == "benchmark":
+            verdicts[claim] = _compare_measurements(claim, results)
+            continue
+        samples = _samples(claim, results)
+        fewest = _seeds(claim, results)
+        if min(fewest) < MINIMUM_SEEDS:
+            estimate = _estimate(samples)
+            verdicts[claim] = Verdict(
+                claim=claim,
+                outcome="not yet enough seeds",
+                why="" if estimate is None else f"{estimate:+.{claim.metric.decimals}f}",
+                seeds=fewest,
+                published=_published(claim),
+                found=estimate,
+            )
+            continue
+        margin = claim.metric.margin if claim.kind == "comparable" else 0.0
+        families.setdefault((claim.page, claim.sentence), []).append((claim, contrast(samples, -margin)))
+    for family in families.values():
+        for (claim, tested), p in zip(family, holm([tested.p for _, tested in family]), strict=True):
+            verdicts[claim] = _decide(claim, tested, p, _seeds(claim, results))
+    return [verdicts[claim] for claim in chosen]
+
+
+def _decide(claim: Claim, tested: Contrast, p: float, seeds: tuple[int, int]) -> Verdict:
+    outcome: Outcome = "not shown"
+    if p < LEVEL:
+        outcome = "holds" if tested.t > 0 else "does not hold"
+    low, high = tested.interval()
+    digits = claim.metric.decimals
+    why = f"{tested.estimate:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}], p {show_p(p)}"
+    return Verdict(
+        claim=claim, outcome=outcome, why=why, seeds=seeds, published=_published(claim), found=tested.estimate
+    )
+
+
+def show_p(p: float) -> str:
+    """Short: a p value of 3e-7 is below 0.001."""
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def _sign(claim: Claim) -> float:
+    if claim.metric.higher_is_better is None:
+        raise ValueError(f"a claim must be about a metric with a better side, got {claim.metric.name}")
+    return 1.0 if claim.metric.higher_is_better else -1.0
+
+
+def _samples(claim: Claim, results: Results) -> list[tuple[float, list[float]]]:
+    """Weights and values; the weighted sum of means is positive where the first row is better."""
+    weight = _sign(claim) / len(claim.recipes)
+    return [
+        (side * weight, list(results.values(recipe, row, claim.metric).values()))
+        for side, row in ((1.0, claim.first), (-1.0, claim.second))
+        for recipe in claim.recipes
+    ]
+
+
+def _estimate(samples: Sequence[tuple[float, Sequence[float]]]) -> float | None:
+    if not all(values for _, values in samples):
+        return None
+    return math.fsum(weight * mean(values) for weight, values in samples)
+
+
+def _seeds(claim: Claim, results: Results) -> tuple[int, int]:
+    first, second = (
+        min(len(results.values(recipe, row, claim.metric)) for recipe in claim.recipes)
+        for row in (claim.first, claim.second)
+    )
+    return first, second
+
+
+def _published(claim: Claim) -> float | None:
+    table = paper()["tables"].get(claim.page, {"recipes": {}})["recipes"]
+    found = []
+    for recipe in claim.recipes:
+        rows = table.get(recipe, {})
+        pair = [rows.get(row, {}).get(claim.metric.name) for row in (claim.first, claim.second)]
+        if None in pair:
+            return None
+        found.append(_sign(claim) * (float(pair[0]) - float(pair[1])))
+    return mean(found)
+
+
+def _compare_measurements(claim: Claim, results: Results) -> Verdict:
+    """Times and bytes come from one run that took turns between the rows, so there are no seeds: a time is another time
+    if they differ by more than three times their noise together, a number of bytes is exact."""
+    recipe = claim.recipes[0]
+    pair = [results.measurement(recipe, row) for row in (claim.first, claim.second)]
+    seeds = (int(pair[0] is not None), int(pair[1] is not None))
+    if pair[0] is None or pair[1] is None:
+        missing = " and ".join(
+            row for row, found in zip((claim.first, claim.second), pair, strict=True) if found is None
+        )
+        return Verdict(
+            claim=claim, outcome="not yet measured", why=f"no measurement of {missing}", seeds=seeds,
+            published=_published(claim),
+        )  # fmt: skip
+    first, second = (float(found[claim.metric.key]) * claim.metric.scale for found in pair if found is not None)
+    noise = NOISES * (first * float(pair[0]["noise"]) + second * float(pair[1]["noise"]))
+    tolerance = noise if claim.metric.key.endswith("_ms") else 0.0
+    gain = _sign(claim) * (first - second)
+    outcome: Outcome = "not shown"
+    if abs(gain) > tolerance:
+        outcome = "holds" if gain > 0 else "does not hold"
+    digits = claim.metric.decimals
+    return Verdict(
+        claim=claim,
+        outcome=outcome,
+        why=f"{first:.{digits}f} against {second:.{digits}f}, {first / second:.2f}x",
+        seeds=seeds,
+        published=_published(claim),
+        found=gain,
+    )
+
+
+def _read() -> Mapping[str, list[dict[str, Any]]]:
+    return read_yaml(FOLDER / "claims.yaml")
+
+
+def _expand(page: str, entry: Mapping[str, Any]) -> list[Claim]:
+    average, kind = entry.get("average", False), entry["kind"]
+    if average not in (False, True, "only"):
+        raise ValueError(f"average of a claim must be true, false or only, got {average!r} in {page}")
+    if kind not in get_args(Kind):
+        raise ValueError(f"kind of a claim must be one of {', '.join(get_args(Kind))}, got {kind!r} in {page}")
+    groups = [] if average == "only" else [(recipe,) for recipe in entry["recipes"]]
+    if average:
+        groups.append(tuple(entry["recipes"]))
+    return [
+        Claim(
+            page=page, sentence=entry["sentence"], where=entry["where"], kind=kind, metric=metric(name), recipes=group,
+            first=first, second=second,
+        )
+        for first, second in entry["pairs"]
+        for name in entry["metrics"]
+        for group in groups
+    ]  # fmt: skip

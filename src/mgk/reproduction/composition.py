@@ -1,0 +1,50 @@
+"""Pictures of several rows under each other in one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+DPI = 150
+SMALLEST = 6.0
+"""Inches that titles need."""
+
+
+def compose(pictures: Mapping[str, Path], path: Path, *, title: str) -> None:
+    """Put pictures under each other, with a title for each, none of their pixels made smaller.
+
+    Args:
+        pictures: by the title that they get.
+        path: the PNG.
+        title: of the whole.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.image import imread
+
+    loaded = {}
+    for name, source in pictures.items():
+        try:
+            loaded[name] = imread(source)
+        except (OSError, SyntaxError, ValueError) as error:
+            raise ValueError(f"{source} must be a picture, got {error}") from error
+    head = 0.4
+    width = max(SMALLEST, max(image.shape[1] for image in loaded.values()) / DPI)
+    height = head + sum(image.shape[0] / DPI + head for image in loaded.values())
+    figure = pyplot.figure(figsize=(width, height))
+    try:
+        figure.text(0.01, 1 - 0.5 * head / height, title, fontsize=12, va="center")
+        top = height - head
+        for name, image in loaded.items():
+            own_width, own_height = image.shape[1] / DPI, image.shape[0] / DPI
+            figure.text(0.01, (top - 0.5 * head) / height, name, fontsize=11, va="center", fontweight="bold")
+            top -= head + own_height
+            axes = figure.add_axes((0, top / height, own_width / width, own_height / height))
+            axes.imshow(image, aspect="auto", interpolation="nearest", cmap="gray", vmin=0, vmax=1)
+            axes.set_axis_off()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=DPI, metadata={"Software": None})
+    finally:
+        pyplot.close(figure)

@@ -1,0 +1,114 @@
+"""The numbers that tables and claims are about: where each stands in the results, its unit, and which way is better."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Source = Literal["run", "evaluation", "analysis", "benchmark", "curve"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """One number of a run."""
+
+    name: str
+    """What ``paper.yaml`` and ``claims.yaml`` call it."""
+    title: str
+    """For the head of a column."""
+    source: Source
+    """Which file holds it: the result of a run, ``mgk evaluate``, ``mgk analyze``, ``mgk bench``, or the curves."""
+    higher_is_better: bool | None
+    """``None``: neither."""
+    key: str = ""
+    """Its name in that file."""
+    split: str = "test"
+    """The part of the corpus it was measured on."""
+    scale: float = 1.0
+    """Ours times this is the paper's unit."""
+    decimals: int = 2
+    """Digits that are shown."""
+    margin: float = 0.0
+    """What the claim "comparable" allows to be lost, in the paper's unit. Ours: the paper states none."""
+    layer: int | None = None
+    """Counted from 1."""
+    component: int | None = None
+    """Counted from 1."""
+
+
+# What the paper calls comparable loses up to 0.38 of perplexity (Table 3) and 0.35 of BLEU (Table 4).
+_FIXED = (
+    Metric(
+        name="test_accuracy", title="test accuracy, %", source="run", key="accuracy", higher_is_better=True,
+        scale=100.0, margin=0.5,
+    ),
+    Metric(
+        name="valid_perplexity", title="valid perplexity", source="evaluation", key="sliding_perplexity", split="valid",
+        higher_is_better=False, margin=0.5,
+    ),
+    Metric(
+        name="test_perplexity", title="test perplexity", source="evaluation", key="sliding_perplexity",
+        higher_is_better=False, margin=0.5,
+    ),
+    Metric(
+        name="test_bleu", title="test BLEU", source="evaluation", key="tokenised_lowercase_bleu", higher_is_better=True,
+        margin=0.5,
+    ),
+    Metric(
+        name="test_bits_per_token", title="test bits per token", source="run", key="bits_per_token",
+        higher_is_better=False, decimals=4, margin=0.01,
+    ),
+    Metric(
+        name="test_disjoint_perplexity", title="test perplexity, disjoint windows", source="run", key="perplexity",
+        higher_is_better=False, margin=0.5,
+    ),
+    Metric(
+        name="test_training_bleu", title="test BLEU, as in training", source="run", key="bleu", higher_is_better=True,
+        margin=0.5,
+    ),
+    Metric(
+        name="parameters", title="parameters, millions", source="run", higher_is_better=None, scale=1e-6, decimals=1
+    ),
+    Metric(
+        name="memory", title="memory, GB", source="benchmark", key="peak_bytes", higher_is_better=False, scale=1e-9
+    ),
+    Metric(
+        name="seconds_per_iteration", title="seconds per iteration", source="benchmark", key="evaluation_ms",
+        higher_is_better=False, scale=1e-3, decimals=4,
+    ),
+    Metric(
+        name="mean_valid_accuracy", title="validation accuracy, mean over training, %", source="curve", key="accuracy",
+        split="valid", higher_is_better=True, scale=100.0,
+    ),
+    Metric(
+        name="mean_valid_loss", title="validation loss, mean over training", source="curve", key="loss", split="valid",
+        higher_is_better=False, decimals=3,
+    ),
+)  # fmt: skip
+METRICS = {metric.name: metric for metric in _FIXED}
+
+
+def metric(name: str) -> Metric:
+    """A metric by its name; those of a layer (``rank_layer_2``, ``prior_1_layer_2``) are made as they are asked for."""
+    if name in METRICS:
+        return METRICS[name]
+    if match := re.fullmatch(r"query_nll_layer_([1-9]\d*)", name):
+        layer = int(match[1])
+        return Metric(
+            name=name, title=f"query NLL, layer {layer}, nats", source="analysis", key="query_nll",
+            higher_is_better=False, decimals=3, layer=layer,
+        )  # fmt: skip
+    if match := re.fullmatch(r"rank_layer_([1-9]\d*)", name):
+        layer = int(match[1])
+        return Metric(
+            name=name, title=f"mean rank, layer {layer}", source="analysis", key="rank", higher_is_better=True,
+            decimals=1, layer=layer,
+        )  # fmt: skip
+    if match := re.fullmatch(r"prior_([1-9]\d*)_layer_([1-9]\d*)", name):
+        component, layer = int(match[1]), int(match[2])
+        return Metric(
+            name=name, title=f"prior {component}, layer {layer}", source="analysis", key="prior",
+            higher_is_better=None, decimals=3, layer=layer, component=component,
+        )  # fmt: skip
+    raise ValueError(f"a metric must be one of {', '.join(METRICS)}, or one of a layer, got {name!r}")

@@ -1,0 +1,144 @@
+"""What is not in the results yet, and the commands that make it."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mgk.reproduction.metrics import Metric
+from mgk.reproduction.results import ANALYSIS, Results, run_name
+
+RUNS = "runs"
+MEASURED = ("smgk", "mgk", "smlk", "mlk")
+"""The mixtures of Table 7; their baselines are measured with them."""
+SAMPLES = 32
+"""Sequences that an analysis reads: with 4 heads 128 attention matrices of each layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """Something that a page shows of a row: a number of so many seeds, or a picture."""
+
+    recipe: str
+    row: str
+    metric: Metric | None = None
+    """The number; ``None``: a picture."""
+    picture: str = ""
+    """The file that ``mgk analyze`` draws."""
+    seeds: int = 1
+    """How many there should be: those of 0, 1, ..., or as many others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Missing:
+    """Something that is not there."""
+
+    what: str
+    """In words: which rows and seeds of which recipe."""
+    commands: tuple[str, ...]
+    """What makes it, in this order."""
+
+
+def find_missing(results: Results, needs: Sequence[Need], page: str) -> list[Missing]:
+    """What is not there yet of what a page needs.
+
+    Args:
+        results: what is there.
+        needs: what the page shows.
+        page: the table or figure, or ``all``.
+    """
+    untrained: dict[str, dict[str, set[int]]] = {}
+    after: dict[tuple[str, str], tuple[set[int], set[str]]] = {}
+    unmeasured: dict[str, list[str]] = {}
+    for need in needs:
+        if need.metric is not None and need.metric.source == "benchmark":
+            rows = unmeasured.setdefault(need.recipe, [])
+            if results.measurement(need.recipe, need.row) is None and need.row not in rows:
+                rows.append(need.row)
+            continue
+        absent = _absent_seeds(results, need)
+        source = "analysis" if need.metric is None else need.metric.source
+        if source in ("evaluation", "analysis") and absent:
+            own, what = after.setdefault((need.recipe, need.row), (set(), set()))
+            own |= absent
+            what.add("analysis" if need.metric is None or source == "analysis" else need.metric.split)
+            absent -= results.trained(need.recipe, need.row)
+        if absent:
+            untrained.setdefault(need.recipe, {}).setdefault(need.row, set()).update(absent)
+    listed = [missing for recipe, rows in untrained.items() for missing in _training(results, recipe, rows)]
+    for (recipe, row), (seeds, what) in after.items():
+        listed.append(_afterwards(results, recipe, row, sorted(seeds), what))
+    listed += [_measuring(recipe, rows) for recipe, rows in unmeasured.items() if rows]
+    sources = {need.metric.source for need in needs if need.metric is not None}
+    if (untrained or after) and sources & {"evaluation", "curve"}:
+        command = f"mgk reproduce {page} --collect {RUNS} --results {results.folder}"
+        listed.append(Missing(what="what the runs hold, brought here", commands=(command,)))
+    return listed
+
+
+def _absent_seeds(results: Results, need: Need) -> set[int]:
+    if need.metric is None:
+        if results.picture(need.recipe, need.row, need.picture) is not None:
+            return set()
+        # Of a run that is there, if there is one.
+        return {min(results.trained(need.recipe, need.row), default=0)}
+    found = results.values(need.recipe, need.row, need.metric)
+    return set(sorted(set(range(need.seeds)) - found.keys())[: max(0, need.seeds - len(found))])
+
+
+def seed_range(seeds: Sequence[int]) -> str:
+    """As ``mgk sweep --seeds`` takes them: ``0-4`` or ``0,3``."""
+    parts = []
+    for _, group in itertools.groupby(enumerate(sorted(seeds)), key=lambda pair: pair[1] - pair[0]):
+        run = [seed for _, seed in group]
+        parts.append(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]))
+    return ",".join(parts)
+
+
+def _training(results: Results, recipe: str, rows: dict[str, set[int]]) -> list[Missing]:
+    """Rows that lack the same seeds are one sweep."""
+    together: dict[tuple[int, ...], list[str]] = {}
+    for row, absent in rows.items():
+        together.setdefault(tuple(sorted(absent)), []).append(row)
+    listed = []
+    for seeds, names in together.items():
+        if len(seeds) == len(names) == 1:
+            command = f"mgk train {recipe} --row {names[0]} seed={seeds[0]} --results {results.folder}"
+        else:
+            command = (
+                f"mgk sweep {recipe} --rows {shlex.quote(' '.join(names))} --seeds {seed_range(seeds)} "
+                f"--results {results.folder}"
+            )
+        count = len(seeds) * len(names)
+        what = f"{recipe}: {count} run{'s' if count > 1 else ''}, {', '.join(names)}, seed {seed_range(seeds)}"
+        listed.append(Missing(what=what, commands=(command,)))
+    return listed
+
+
+def _afterwards(results: Results, recipe: str, row: str, seeds: Sequence[int], what: set[str]) -> Missing:
+    """What is measured on finished runs."""
+    folder = f"{RUNS}/{recipe}/{row}/seed-"
+    commands = [
+        _for_each(seeds, f"mgk evaluate {folder}", f" --split {split}") for split in sorted(what - {"analysis"})
+    ]
+    if "analysis" in what:
+        to = f"{results.folder}/{ANALYSIS}/{run_name(recipe, row, 0).removesuffix('0')}"
+        commands.append(_for_each(seeds, f"mgk analyze {folder}", f" --samples {SAMPLES} --to {to}", ""))
+    return Missing(
+        what=f"{recipe} {row}, seed {seed_range(seeds)}: {', '.join(sorted(what))}", commands=tuple(commands)
+    )
+
+
+def _for_each(seeds: Sequence[int], *parts: str) -> str:
+    """A command for each seed, as one line of shell; the seed stands between its parts."""
+    if len(seeds) == 1:
+        return str(seeds[0]).join(parts)
+    return f"for seed in {' '.join(map(str, seeds))}; do {'$seed'.join(parts)}; done"
+
+
+def _measuring(recipe: str, rows: Sequence[str]) -> Missing:
+    # A result is written whole, so those that are there are measured again.
+    presets = " ".join(f"--preset {name}" for name in MEASURED)
+    return Missing(what=f"{recipe}: time and memory of {', '.join(rows)}", commands=(f"mgk bench retrieval {presets}",))

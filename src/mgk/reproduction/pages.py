@@ -1,0 +1,81 @@
+"""Every table and figure by name, and the page that lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mgk.reproduction import cost_pages, trained_pages
+from mgk.reproduction.page import Grid, Page, header, markdown, markdown_table
+from mgk.reproduction.results import Results
+from mgk.reproduction.tables import OURS, SEEDS, own_page, table_names, table_page
+
+ALL = "all"
+INDEX = "README.md"
+
+
+def names() -> list[str]:
+    """Tables, then figures, as the paper numbers them, then experiments of ours."""
+    figures = sorted({**cost_pages.PAGES, **trained_pages.PAGES}, key=lambda name: int(name[1:]))
+    return [*table_names(), *figures, *OURS]
+
+
+def parse_names(given: Sequence[str]) -> list[str]:
+    """The pages that somebody asked for; ``all`` is every one."""
+    known = {name.lower(): name for name in names()}
+    wanted: list[str] = []
+    for name in given:
+        if name.lower() == ALL:
+            wanted += known.values()
+        elif name.lower() in known:
+            wanted.append(known[name.lower()])
+        else:
+            raise ValueError(f"a table or figure must be one of {', '.join(known.values())} or {ALL}, got {name!r}")
+    return list(dict.fromkeys(wanted))
+
+
+def build(name: str, results: Results, folder: Path, seeds: int = SEEDS) -> Page:
+    """One page; its pictures are drawn into ``folder``.
+
+    Args:
+        name: one of :func:`names`.
+        results: what we have.
+        folder: of the pages.
+        seeds: how many each row should have.
+    """
+    if seeds < 1:
+        raise ValueError(f"seeds must be at least 1, got {seeds}")
+    if name in cost_pages.PAGES:
+        return cost_pages.PAGES[name](name, folder)
+    if name in trained_pages.PAGES:
+        return trained_pages.PAGES[name](name, results, folder, seeds)
+    return own_page(name, results, seeds) if name in OURS else table_page(name, results, seeds)
+
+
+def write(page: Page, folder: Path) -> Path:
+    """Write the Markdown of a page; a picture that is out of date does not stay beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob(f"{page.name}*.png"):
+        if old not in page.pictures and old.stem in (page.name, f"{page.name}-ranks"):
+            old.unlink()
+    path = folder / f"{page.name}.md"
+    path.write_text(markdown(page), encoding="utf-8")
+    return path
+
+
+def write_index(pages: Sequence[Page], results: Results, folder: Path) -> Path:
+    """Write the page that lists all others."""
+    lines = tuple((f"[{page.name}]({page.name}.md)", page.title, page.state, page.tally) for page in pages)
+    parts = [
+        header(ALL),
+        "# Results",
+        "Every table and figure of the paper, made again from `results/`: the paper's number beside ours, mean ± "
+        "standard error over seeds, and a verdict on each claim. How to read them and how to make what is missing: "
+        "[reproduction](../reproduction.md).",
+        markdown_table(Grid(title="", header=("page", "what", "state", "claims"), lines=lines)),
+    ]
+    if results.notes:
+        parts += ["## Notes", "\n".join(f"- {note}" for note in results.notes)]
+    path = folder / INDEX
+    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return path

@@ -1,0 +1,284 @@
+"""What lies in ``results/``: the runs, evaluations, curves, analyses and measurements that tables are made of.
+
+::
+
+    results/RECIPE/ROW-seed-N.json              the result of a run: mgk train --results results
+    results/evaluations/NAME*.json              mgk evaluate, NAME as in lra-text-smgk-4-seed-0
+    results/curves/NAME.jsonl                   the metrics.jsonl of a run
+    results/analysis/NAME/analysis.json         the numbers of mgk analyze, its pictures beside them
+    results/bench/retrieval-DEVICE.json         mgk bench retrieval
+
+A file that is damaged is an error that names it. A run whose configuration is not that of its recipe is set aside, with
+a note: it would stand beside numbers that it does not compare with.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mgk.recipes
+from mgk.reproduction import numbers
+from mgk.reproduction.metrics import Metric
+from mgk.training import result
+from mgk.training.configuration import RunConfig, differences, from_mapping, to_mapping
+from mgk.training.snapshot import FREE_TO_CHANGE
+from mgk.training.tracking import read_curves
+
+EVALUATIONS, CURVES, ANALYSIS, BENCH = "evaluations", "curves", "analysis", "bench"
+_OTHER_FOLDERS = (EVALUATIONS, CURVES, ANALYSIS, BENCH, "accuracy")
+
+T = TypeVar("T")
+Key = tuple[str, str, int]
+"""Recipe, row and seed."""
+
+
+def run_name(recipe: str, row: str, seed: int) -> str:
+    """The name of a run's files: ``lra-text-smgk-4-seed-0``."""
+    return f"{recipe.replace('/', '-')}-{row}-seed-{seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """Everything that was found, by recipe, row and seed."""
+
+    folder: Path
+    runs: Mapping[Key, Mapping[str, Any]] = field(default_factory=dict)
+    """Results of finished runs."""
+    evaluations: Mapping[tuple[Key, str], Mapping[str, Any]] = field(default_factory=dict)
+    """Those of ``mgk evaluate``, by run and split."""
+    analyses: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Those of ``mgk analyze``, by the name of the run."""
+    trainings: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Measurements during training, by the name of the run."""
+    measurements: Mapping[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
+    """Those of ``mgk bench retrieval``, by recipe and row."""
+    notes: tuple[str, ...] = ()
+    """What was set aside, and why."""
+
+    def values(self, recipe: str, row: str, metric: Metric) -> dict[int, float]:
+        """A metric of a row by seed, in the paper's unit."""
+        found: dict[int, float] = {}
+        if metric.source == "benchmark":
+            measured = self.measurement(recipe, row)
+            return {} if measured is None else {0: metric.scale * float(measured[metric.key])}
+        for seed in self._seeds(recipe, row):
+            value = self._value((recipe, row, seed), metric)
+            if value is not None:
+                found[seed] = metric.scale * value
+        return found
+
+    def rows(self, recipe: str) -> list[str]:
+        """Those that have a run or an evaluation."""
+        keys = [*self.runs, *(key for key, _ in self.evaluations)]
+        return list(dict.fromkeys(row for name, row, _ in keys if name == recipe))
+
+    def trained(self, recipe: str, row: str) -> set[int]:
+        """The seeds whose runs are finished."""
+        return {seed for name, own, seed in self.runs if (name, own) == (recipe, row)}
+
+    def measurement(self, recipe: str, row: str) -> Mapping[str, Any] | None:
+        """Time and memory of a row."""
+        return self.measurements.get((recipe, row))
+
+    def curves(self, recipe: str, row: str) -> dict[int, list[dict[str, Any]]]:
+        """The measurements during training, by seed."""
+        return _by_seed(self.trainings, recipe, row)
+
+    def analysis(self, recipe: str, row: str) -> dict[int, Mapping[str, Any]]:
+        """What ``mgk analyze`` found, by seed."""
+        return _by_seed(self.analyses, recipe, row)
+
+    def picture(self, recipe: str, row: str, name: str) -> Path | None:
+        """A picture that ``mgk analyze`` drew of a row: that of the first seed which has one."""
+        for seed in self.analysis(recipe, row):
+            path = self.folder / ANALYSIS / run_name(recipe, row, seed) / name
+            if path.is_file():
+                return path
+        return None
+
+    def _seeds(self, recipe: str, row: str) -> list[int]:
+        keys = {*self.runs, *(key for key, _ in self.evaluations)}
+        seeds = {seed for name, own, seed in keys if (name, own) == (recipe, row)}
+        return sorted(seeds | self.curves(recipe, row).keys() | self.analysis(recipe, row).keys())
+
+    def _value(self, key: Key, metric: Metric) -> float | None:
+        if metric.source == "analysis":
+            content = self.analyses.get(run_name(*key))
+            return None if content is None else numbers.value(content, metric)
+        if metric.source == "curve":
+            lines = self.curves(key[0], key[1]).get(key[2], [])
+            found = [
+                line[metric.key] for line in lines if line["kind"] == metric.split and line.get(metric.key) is not None
+            ]
+            return math.fsum(found) / len(found) if found else None
+        if metric.name == "parameters":
+            return float(self.runs[key]["parameters"]) if key in self.runs else None
+        evaluated = self.evaluations.get((key, metric.split))
+        if metric.source == "evaluation":
+            return None if evaluated is None else evaluated["metrics"].get(metric.key)
+        # An evaluation of the best model says the same as the end of its run, where somebody kept that only.
+        if key in self.runs:
+            return self.runs[key]["metrics"].get(metric.split, {}).get(metric.key)
+        return None if evaluated is None else evaluated["metrics"].get(metric.key)
+
+
+def read_results(folder: Path) -> Results:
+    """Read a folder of results; one that is not there is an empty one."""
+    notes: list[str] = []
+    runs: dict[Key, Mapping[str, Any]] = {}
+    for path in _run_files(folder):
+        content = _read_run(path)
+        if _is_usable(content, path, folder, notes):
+            runs[_key(content)] = content
+    evaluations: dict[tuple[Key, str], Mapping[str, Any]] = {}
+    for path in sorted((folder / EVALUATIONS).glob("*.json")):
+        content = _read_run(path)
+        if content.get("stride") not in (None, 1):
+            notes.append(f"{path.relative_to(folder)} slid its window by {content['stride']}; the paper by 1")
+        elif _is_usable(content, path, folder, notes):
+            evaluations[_key(content), str(content.get("split", "test"))] = content
+            if _key(content) not in runs:
+                notes.append(f"{path.relative_to(folder)} is an evaluation of a run whose own result is not here")
+    return Results(
+        folder=folder,
+        runs=runs,
+        evaluations=evaluations,
+        analyses=dict(_read_analyses(folder)),
+        trainings={path.stem: _read_curve(path) for path in sorted((folder / CURVES).glob("*.jsonl"))},
+        measurements=_read_measurements(folder),
+        notes=(*notes, *_corpora(runs)),
+    )
+
+
+def _run_files(folder: Path) -> list[Path]:
+    paths = sorted(folder.rglob("*.json")) if folder.is_dir() else []
+    return [path for path in paths if path.relative_to(folder).parts[0] not in _OTHER_FOLDERS]
+
+
+def _key(content: Mapping[str, Any]) -> Key:
+    return content["recipe"], content["row"], content["seed"]
+
+
+def _read_run(path: Path) -> dict[str, Any]:
+    content = result.read(path)
+    kinds = {"recipe": str, "row": str, "seed": int, "metrics": Mapping, "config": Mapping}
+    for name, kind in kinds.items():
+        if not isinstance(content.get(name), kind):
+            raise ValueError(f"{path} must have a {name} of a run, got {content.get(name)!r}")
+    _check_numbers(content["metrics"], path)
+    if not isinstance(content.get("parameters", 0), int):
+        raise ValueError(f"{path} must have a whole number of parameters, got {content['parameters']!r}")
+    return content
+
+
+def _check_numbers(metrics: Mapping[str, Any], path: Path) -> None:
+    for name, value in metrics.items():
+        if isinstance(value, Mapping):
+            _check_numbers(value, path)
+        elif isinstance(value, str):
+            continue  # a signature of BLEU
+        elif isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(f"{path} must have finite numbers as metrics, got {name}: {value!r}")
+
+
+def _is_usable(content: Mapping[str, Any], path: Path, folder: Path, notes: list[str]) -> bool:
+    """Whether a run is one of its recipe; otherwise a note says why not."""
+    name = content["recipe"]
+    if name not in mgk.recipes.names():
+        return False
+    try:
+        ran = to_mapping(from_mapping(RunConfig, dict(content["config"])))
+        now = to_mapping(_recipe(name).config(content["row"], seed=content["seed"]))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} must hold the configuration of a run, got one where {error}") from error
+    changed = [key for key in differences(ran, now) if key not in FREE_TO_CHANGE]
+    if changed:
+        notes.append(f"{path.relative_to(folder)} is set aside: it differs from {name} in {', '.join(changed)}")
+    return not changed
+
+
+@functools.cache
+def _recipe(name: str) -> mgk.recipes.Recipe:
+    return mgk.recipes.load(name)
+
+
+def _corpora(runs: Mapping[Key, Mapping[str, Any]]) -> Iterator[str]:
+    fingerprints: dict[str, set[str]] = {}
+    for (recipe, _, _), content in runs.items():
+        corpus = content.get("corpus")
+        if isinstance(corpus, Mapping):
+            fingerprints.setdefault(recipe, set()).add(str(corpus.get("fingerprint")))
+    for recipe, found in fingerprints.items():
+        if len(found) > 1:
+            yield f"runs of {recipe} come from {len(found)} corpora that differ from each other"
+
+
+def _read_curve(path: Path) -> list[dict[str, Any]]:
+    lines = read_curves(path)
+    if not lines:
+        raise ValueError(f"{path} must hold the measurements of a run, a line of JSON each, got none")
+    return lines
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} must be JSON, got {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must be a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _read_analyses(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for path in sorted((folder / ANALYSIS).glob("*/analysis.json")):
+        content = _read_json(path)
+        numbers.check(content, path)
+        name = path.parent.name
+        if {"recipe", "row", "seed"} <= content.keys():
+            about = run_name(content["recipe"], content["row"], content["seed"])
+            if about != name:
+                raise ValueError(f"{path} must be about the run that its folder names, got {about}")
+        yield name, content
+
+
+def _by_seed(named: Mapping[str, T], recipe: str, row: str) -> dict[int, T]:
+    """Of things by the name of a run, those of one row."""
+    start = run_name(recipe, row, 0).removesuffix("0")
+    ends = {name.removeprefix(start): found for name, found in named.items() if name.startswith(start)}
+    return {int(end): ends[end] for end in sorted(ends) if end.isdecimal()}
+
+
+def _read_measurements(folder: Path) -> dict[tuple[str, str], Mapping[str, Any]]:
+    """The fastest evaluation of each row, on the shape of the paper: 32 pairs of 4096 bytes, no dropout."""
+    found: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for path in sorted((folder / BENCH).glob("retrieval-*.json")):
+        content = _read_json(path)
+        for group in ("baselines", "rows"):
+            if not isinstance(content.get(group), list):
+                raise ValueError(f"{path} must be a result of mgk bench retrieval, got no {group}")
+            for record in content[group]:
+                try:
+                    is_ours = (record["pairs"], record["tokens"], record["attention_dropout"]) == (32, 4096, 0)
+                    time, noise, size = record["evaluation_ms"], record["noise"], record["peak_bytes"]
+                    row = f"{record['preset']}-{record['heads']}"
+                except (KeyError, TypeError) as error:
+                    raise ValueError(f"{path} must be a result of mgk bench retrieval, got no {error}") from error
+                if not is_ours or not time or not size or noise is None:
+                    continue
+                key = (_recipe_of(record["preset"]), row)
+                if key not in found or time < found[key]["evaluation_ms"]:
+                    found[key] = {**record, "device": content.get("device", record.get("device"))}
+    return found
+
+
+def _recipe_of(preset: str) -> str:
+    from mgk.nn.presets import LINEAR_PRESETS
+
+    return "lra/retrieval-linear" if preset in LINEAR_PRESETS else "lra/retrieval"
