@@ -64,7 +64,7 @@ def linear_mixture_attention(
         key_mask: bool ``[B, Nk]``, True = attend. It is the features of the others that are 0.
         query_mask: bool ``[B, Nq]``; where it is False the output is 0.
         backend: ``"reference"`` materialises every pair, ``"chunked"`` does not; ``"triton"`` is fused, for the feature
-            maps ``elu`` and ``relu`` on a GPU; ``"auto"`` is ``"chunked"`` in this version.
+            maps ``elu`` and ``relu`` on a GPU, where ``"auto"`` takes it in half precision, and else ``"chunked"``.
 
     Returns:
         ``[B, H, Nq, Dv]`` in the dtype of ``query``.
