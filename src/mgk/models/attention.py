@@ -73,8 +73,6 @@ class MGKAttention(MixtureAttention):
         """
         # Read at every call: `model.set_attn_implementation` may change it.
         self.backend = BACKENDS[self.config._attn_implementation or "sdpa"]
-        if self.feature_map is not None and self.backend == "triton":
-            raise ValueError("attn_implementation must be 'sdpa' or 'eager' for linear attention, got 'triton'")
         query = self.project_query(hidden_states)
         if rotation is not None:
             query = rotation(query)

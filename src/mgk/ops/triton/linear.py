@@ -417,6 +417,24 @@ def linear_reverse_states(
 
 
 @triton.jit
+def _value_gradient(b_sum, b_features, b_query, b_grad_out, b_inverse, m_pair, p_query, PRECISION: tl.constexpr):
+    """Add what queries of the same chunk send to values. Pairs are transposed, ``[keys, queries]``."""
+    b_scaled = _operand(b_query * b_inverse[:, None], p_query)
+    b_pair = tl.where(m_pair, tl.dot(b_features, b_scaled.T, input_precision=PRECISION), 0.0)
+    return tl.dot(_operand(b_pair, p_query), b_grad_out, b_sum, input_precision=PRECISION)
+
+
+@triton.jit
+def _feature_gradient(
+    b_sum, b_value, b_query, b_grad_out, b_inverse, b_delta, m_pair, p_query, PRECISION: tl.constexpr
+):
+    """Likewise to features."""
+    b_pair = tl.dot(b_value, b_grad_out.T, input_precision=PRECISION)
+    b_pair = tl.where(m_pair, b_pair * b_inverse[None, :] + b_delta[None, :], 0.0)
+    return tl.dot(_operand(b_pair, p_query), _operand(b_query, p_query), b_sum, input_precision=PRECISION)
+
+
+@triton.jit
 def _component_gradient(b_grad, b_features, b_weight, MAP: tl.constexpr):
     """Of one component: ``dk [ROWS, D]``, and by key ``prior_r phi(k_jr) . df_j``, the gradient of its log prior."""
     b_chance = tl.sum(b_grad * b_features, 1) * b_weight
@@ -464,6 +482,7 @@ def linear_backward_key_value(
     M: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, BY_SUM: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr,
+    ONE_GROUP: tl.constexpr,
 ):  # fmt: skip
     """One program for one segment of the keys of one head, from its end: ``dk``, ``dv``, contiguous, and the shares of
     shift ``[Hkv, M, shares, D]`` and prior ``[Hkv, M, shares]`` (or ``[Hkv, M, B, Nk]`` by key), one for each segment
@@ -479,7 +498,6 @@ def linear_backward_key_value(
     i_batch = i_kv // num_kv_heads
     i_kv_head = i_kv % num_kv_heads
     b_state, b_total = _load_state(p_state, i_kv * (num_segments + 1) + i_segment if CAUSAL else i_kv, D, DV)
-    o_v = tl.arange(0, DV)
     # Of one or two components, rows are added up at the end: threads would have to meet for it in every block.
     b_first_shift = tl.zeros([BLOCK // 16, 8, D], tl.float32)
     b_second_shift = tl.zeros([BLOCK // 16, 8, D], tl.float32)
@@ -526,35 +544,61 @@ def linear_backward_key_value(
             p_value, p_key_mask, i_batch, i_kv_head, o_first, stride_value_batch, stride_value_head,
             stride_value_token, num_keys, value_width, HAS_KEY_MASK, BLOCK, DV,
         )  # fmt: skip
+        # The values' gradient first, and then it is gone: two at once would not fit into registers.
         b_rounded = _operand(b_state, p_key)
-        b_grad = tl.dot(b_value, b_rounded.T, input_precision=PRECISION) + b_total[None, :]
         b_grad_value = tl.dot(b_features, b_rounded, input_precision=PRECISION)
         if CAUSAL:
-            for g in range(group_size):
-                i_query_head = i_kv_head * group_size + g
-                i_head = i_batch * num_heads + i_query_head
+            m_pair = o_j[None, :] >= o_j[:, None]
+            if ONE_GROUP:
                 b_query, b_grad_out, b_inverse, b_delta = _load_query_side(
-                    p_query, p_grad, p_delta, p_normaliser, i_batch, i_head, i_query_head, o_first,
-                    stride_query_batch, stride_query_head, stride_query_token, stride_grad_batch, stride_grad_head,
-                    stride_grad_token, num_queries, width, value_width, MAP, BY_SUM, BLOCK, D, DV,
+                    p_query, p_grad, p_delta, p_normaliser, i_batch, i_kv, i_kv_head, o_first, stride_query_batch,
+                    stride_query_head, stride_query_token, stride_grad_batch, stride_grad_head, stride_grad_token,
+                    num_queries, width, value_width, MAP, BY_SUM, BLOCK, D, DV,
                 )  # fmt: skip
-                b_total += tl.sum(b_query * b_delta[:, None], 0)
-                b_scaled = _operand(b_query * b_inverse[:, None], p_query)
-                b_query = _operand(b_query, p_query)
-                m_pair = o_j[None, :] >= o_j[:, None]
-                b_pair = tl.dot(b_value, b_grad_out.T, input_precision=PRECISION)
-                b_pair = tl.where(m_pair, b_pair * b_inverse[None, :] + b_delta[None, :], 0.0)
-                b_grad = tl.dot(_operand(b_pair, p_query), b_query, b_grad, input_precision=PRECISION)
-                b_pair = tl.where(m_pair, tl.dot(b_features, b_scaled.T, input_precision=PRECISION), 0.0)
-                b_grad_value = tl.dot(_operand(b_pair, p_query), b_grad_out, b_grad_value, input_precision=PRECISION)
-                b_state = tl.dot(b_scaled.T, b_grad_out, b_state, input_precision=PRECISION)
+                b_grad_value = _value_gradient(
+                    b_grad_value, b_features, b_query, b_grad_out, b_inverse, m_pair, p_query, PRECISION
+                )
+            else:
+                for g in range(group_size):
+                    i_query_head = i_kv_head * group_size + g
+                    b_query, b_grad_out, b_inverse, b_delta = _load_query_side(
+                        p_query, p_grad, p_delta, p_normaliser, i_batch, i_batch * num_heads + i_query_head,
+                        i_query_head, o_first, stride_query_batch, stride_query_head, stride_query_token,
+                        stride_grad_batch, stride_grad_head, stride_grad_token, num_queries, width, value_width,
+                        MAP, BY_SUM, BLOCK, D, DV,
+                    )  # fmt: skip
+                    b_grad_value = _value_gradient(
+                        b_grad_value, b_features, b_query, b_grad_out, b_inverse, m_pair, p_query, PRECISION
+                    )
         m_j = o_j < num_keys
         if HAS_KEY_MASK:
             p_mask = p_key_mask + i_batch.to(tl.int64) * num_keys + o_j
             b_grad_value = tl.where((tl.load(p_mask, mask=m_j, other=0) != 0)[:, None], b_grad_value, 0.0)
-        p_rows = p_grad_value + (i_kv.to(tl.int64) * num_keys + o_j)[:, None] * value_width + o_v[None, :]
-        m_rows = m_j[:, None] & (o_v < value_width)[None, :]
-        tl.store(p_rows, b_grad_value.to(p_grad_value.dtype.element_ty), mask=m_rows)
+        _store_rows(p_grad_value, b_grad_value, i_kv, o_j, num_keys, value_width, DV)
+        b_grad = tl.dot(b_value, b_rounded.T, input_precision=PRECISION) + b_total[None, :]
+        if CAUSAL:
+            if ONE_GROUP:
+                b_grad = _feature_gradient(
+                    b_grad, b_value, b_query, b_grad_out, b_inverse, b_delta, m_pair, p_query, PRECISION
+                )
+                b_total += tl.sum(b_query * b_delta[:, None], 0)
+                b_scaled = _operand(b_query * b_inverse[:, None], p_query)
+                b_state = tl.dot(b_scaled.T, b_grad_out, b_state, input_precision=PRECISION)
+            else:
+                for g in range(group_size):
+                    i_query_head = i_kv_head * group_size + g
+                    b_query, b_grad_out, b_inverse, b_delta = _load_query_side(
+                        p_query, p_grad, p_delta, p_normaliser, i_batch, i_batch * num_heads + i_query_head,
+                        i_query_head, o_first, stride_query_batch, stride_query_head, stride_query_token,
+                        stride_grad_batch, stride_grad_head, stride_grad_token, num_queries, width, value_width,
+                        MAP, BY_SUM, BLOCK, D, DV,
+                    )  # fmt: skip
+                    b_grad = _feature_gradient(
+                        b_grad, b_value, b_query, b_grad_out, b_inverse, b_delta, m_pair, p_query, PRECISION
+                    )
+                    b_total += tl.sum(b_query * b_delta[:, None], 0)
+                    b_scaled = _operand(b_query * b_inverse[:, None], p_query)
+                    b_state = tl.dot(b_scaled.T, b_grad_out, b_state, input_precision=PRECISION)
         if M <= 2:
             b_grad_key, b_chance = _component_gradient(b_grad, b_first, b_first_weight, MAP)
             if HAS_PRIOR and PRIOR_BY_KEY:

@@ -112,6 +112,7 @@ def _plan(
         "D": width,
         "DV": value_width,
         "EVEN": (width, value_width) == widths,
+        "ONE_GROUP": query.shape[1] == key.shape[1],
     }
     return _Plan(count_blocks(blocks, per_segment), per_segment * unit, options, query.element_size())
 
