@@ -13,7 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 from mgk.ops import feature_maps
 from mgk.ops.autograd import NO_SECOND_ORDER
 from mgk.ops.linear_problem import LinearProblem
-from mgk.ops.triton import linear, replay, tuning
+from mgk.ops.triton import linear, linear_backward, replay, tuning
 from mgk.ops.triton.call import PROGRAMS, SMALL
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.layout import aligned, block_width, count_blocks, on_device
@@ -222,7 +222,7 @@ def _run_backward(
         delta = _new(query, batch, heads, queries) if length is None else None
         blocks, options, tile = by_query.kernel("query")
         launch(
-            linear.linear_backward_query,
+            linear_backward.linear_backward_query,
             batch * heads * by_query.segments,
             (
                 query, key, value, out, grad, grad_query, delta, shift, log_prior, key_mask, sums, normaliser,
@@ -236,7 +236,7 @@ def _run_backward(
         states = _new(query, batch * kv_heads, reverse.segments, _state_size(reverse.options))
         blocks, options, tile = reverse.kernel("reverse states")
         launch(
-            linear.linear_reverse_states,
+            linear_backward.linear_reverse_states,
             batch * kv_heads * reverse.segments,
             (
                 query, grad, delta, normaliser, states, *query_strides, *grad_strides, heads, group_size, queries,
@@ -256,7 +256,7 @@ def _run_backward(
         if log_prior is not None:
             prior_share = _new(query, kv_heads, components, *((batch, keys) if by_position else (shares,)))
         launch(
-            linear.linear_backward_key_value,
+            linear_backward.linear_backward_key_value,
             batch * kv_heads * by_key.segments,
             (
                 query, key, value, grad, grad_key, grad_value, delta, shift, log_prior, key_mask, later, normaliser,
@@ -272,7 +272,7 @@ def _run_backward(
             grad_prior = prior_share.sum(dim=2)
         if shift is not None or not (log_prior is None or by_position):
             launch(
-                linear.linear_add_shares,
+                linear_backward.linear_add_shares,
                 kv_heads,
                 (
                     shift_share, prior_share, log_prior, grad_shift, grad_prior, *prior_strides[:2], shares, width,
