@@ -214,3 +214,20 @@ def test_every_preset_compiles_and_fits(width, preset, started):
         settings = {name: value for name, value in tile.settings().items() if value is not None}
         compiled = triton.compile(source_of(kernel, arguments, constants), target=TARGET, options=settings)
         assert compiled.metadata.shared <= 227 * 1024, kernel.__name__
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("preset", PRESETS[:2], ids=str)
+def test_a_step_with_masked_keys_has_no_work_for_warp_groups_after_its_copies(width, preset, started):
+    """Such products read outside of shared memory on a GPU, which the fuzz there had found."""
+    call({**in_half_precision(preset, width), "masks": "padding"})
+    (step,) = [each for each in started if each[0].__name__ == "decode_split"]
+    kernel, arguments, constants, tile = step
+    settings = {name: value for name, value in tile.settings().items() if value is not None}
+    text = triton.compile(source_of(kernel, arguments, constants), target=TARGET, options=settings).asm["ttgir"]
+    products = [line for line in text.splitlines() if "warp_group_dot " in line or "tt.dot " in line]
+    groups = ["warp_group_dot" in line for line in products]
+    assert any(groups)
+    assert groups == sorted(groups, reverse=True)
+    assert not groups[-1]

@@ -118,7 +118,8 @@ def decode_split(
         )  # fmt: skip
     if HAS_KEY_MASK:
         # Blocks of which some keys are masked: those before the others and those after them, or all if there are gaps.
-        # So small that they are no work for a warp group: of that, Triton 3.6 made reads outside of shared memory here.
+        # So small that they are no work for a warp group: of products of one, whose operands come through registers,
+        # Triton 3.6 made reads outside of shared memory here.
         PART: tl.constexpr = min(BLOCK_J, 32)
         before = (first_full - first_key) // PART
         after = (end_key - end_full + PART - 1) // PART
@@ -232,7 +233,12 @@ def _attend_to_cache(
     else:
         b_value = d_value.load([i_batch, i_kv_head, o_first, 0]).reshape(BLOCK_J, DV)
     b_weight = b_weight.to(b_value.dtype)
-    b_out = tl.dot(b_value.T, b_weight, b_out * b_decay[None, :], input_precision=PRECISION)
+    b_out *= b_decay[None, :]
+    if MASKED:
+        # The other way round it is no work for a warp group, see `decode_split`.
+        b_out += tl.dot(b_weight.T, b_value, input_precision=PRECISION).T
+    else:
+        b_out = tl.dot(b_value.T, b_weight, b_out, input_precision=PRECISION)
     return b_out, b_sum, b_maximum
 
 
