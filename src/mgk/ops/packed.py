@@ -256,10 +256,13 @@ def _place(problem: MixtureProblem, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) 
 
     padding = call.PADDING
     queries = _lay_out(cu_seqlens_q, problem.query.shape[2], padding)
-    keys = _lay_out(cu_seqlens_k, problem.key.shape[3], padding)
-    # Of places, not of tokens: the last query of a sequence sees its last key.
-    causal_offset = keys.starts + keys.lengths - queries.starts - queries.lengths
-    spans = (_spans(queries, keys, causal_offset, padding), _spans(keys, queries, causal_offset, padding))
+    if cu_seqlens_k is cu_seqlens_q and problem.query.shape[2] == problem.key.shape[3]:
+        keys, spans = queries, (_spans(queries, queries, torch.zeros_like(queries.starts), padding),) * 2
+    else:
+        keys = _lay_out(cu_seqlens_k, problem.key.shape[3], padding)
+        # Of places, not of tokens: the last query of a sequence sees its last key.
+        causal_offset = keys.starts + keys.lengths - queries.starts - queries.lengths
+        spans = (_spans(queries, keys, causal_offset, padding), _spans(keys, queries, causal_offset, padding))
     prior = problem.log_prior
     if prior is not None and prior.shape[-1] > 1:
         prior = _spread(prior, keys, dim=2)
