@@ -139,6 +139,13 @@ def test_table_1_does_not_bear_out_its_sentence(row):
     assert numbers[row] < numbers["softmax-8"]
 
 
+def test_learned_priors_of_the_paper_are_nearly_uniform():
+    """Its Table 8."""
+    numbers = [published("lra/retrieval", row) for row in ("smgk-1", "mgk-1")]
+    priors = [row[f"prior_{r}_layer_{layer}"] for row in numbers for r in (1, 2) for layer in (1, 2)]
+    assert max(abs(prior - 0.5) for prior in priors) == pytest.approx(0.012)
+
+
 def tensors(*, components=2, dim=16, heads=1, keys=16, dtype=torch.float32):
     query = torch.randn(1, 2, 16, dim, dtype=dtype)
     key = torch.randn(1, 2 // heads, components, keys, dim, dtype=dtype)
