@@ -7,6 +7,7 @@ Fewer than three seeds in a row decide nothing.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -201,6 +202,7 @@ def _compare_measurements(claim: Claim, results: Results) -> Verdict:
     )
 
 
+@functools.cache
 def _read() -> Mapping[str, list[dict[str, Any]]]:
     return read_yaml(FOLDER / "claims.yaml")
 
