@@ -187,7 +187,7 @@ def test_damaged_runs(trained, tmp_path, mgk_command):
     folder = tmp_path / "run"
     shutil.copytree(trained, folder)
     (folder / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
-    refused(mgk_command("analyze", folder, code=1), "must hold a measurement as JSON on each line, got 1 lines")
+    refused(mgk_command("analyze", folder, code=1), "must hold a measurement as JSON on each line, got 0")
     for path in folder.glob("checkpoints/best-*/model.safetensors"):
         path.write_bytes(b"x" + path.read_bytes()[1:])
     refused(mgk_command("analyze", folder, code=1), "must hold the best model of a run, got none (skipped the damaged")

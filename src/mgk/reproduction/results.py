@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import mgk.recipes
+from mgk.analysis.curves import read_measurements
 from mgk.reproduction import numbers
 from mgk.reproduction.metrics import Metric
 from mgk.training import result
 from mgk.training.configuration import RunConfig, differences, from_mapping, to_mapping
 from mgk.training.snapshot import FREE_TO_CHANGE
-from mgk.training.tracking import read_curves
 
 EVALUATIONS, CURVES, ANALYSIS, BENCH = "evaluations", "curves", "analysis", "bench"
 _OTHER_FOLDERS = (EVALUATIONS, CURVES, ANALYSIS, BENCH, "accuracy")
@@ -113,9 +113,8 @@ class Results:
             return None if content is None else numbers.value(content, metric)
         if metric.source == "curve":
             lines = self.curves(key[0], key[1]).get(key[2], [])
-            found = [
-                line[metric.key] for line in lines if line["kind"] == metric.split and line.get(metric.key) is not None
-            ]
+            found = [line.get(metric.key, math.nan) for line in lines if line["kind"] == metric.split]
+            found = [value for value in found if math.isfinite(value)]
             return math.fsum(found) / len(found) if found else None
         if metric.name == "parameters":
             return float(self.runs[key]["parameters"]) if key in self.runs else None
@@ -220,7 +219,7 @@ def _corpora(runs: Mapping[Key, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _read_curve(path: Path) -> list[dict[str, Any]]:
-    lines = read_curves(path)
+    lines = read_measurements(path)
     if not lines:
         raise ValueError(f"{path} must hold the measurements of a run, a line of JSON each, got none")
     return lines

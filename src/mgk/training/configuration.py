@@ -254,7 +254,7 @@ def from_mapping(kind: type[T], values: Mapping[str, Any], where: str = "") -> T
     if kind is ModelConfig:
         # Its own fields are not ours to check: MGKConfig knows them.
         values = {"architecture": values.get("architecture"), "changes": _without(values, "architecture")}
-    hints = _type_hints(kind)
+    hints = _type_hints(kind)  # type: ignore[arg-type]
     known = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for key in values:
         if key not in known:
