@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mgk.analysis.attention_maps import PooledMaps
@@ -109,7 +110,7 @@ def draw_maps(layers: Sequence[PooledMaps]) -> Figure:
                 axes.set_xlabel("key position")
         _hide(grid[row][len(layer.weights) :])
     bar = _colorbar(figure, image, [axes for row in grid for axes in row], "weight, 1 = the same for every key")
-    bar.ax.yaxis.set_major_formatter(LogFormatter())
+    bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     bar.ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
     figure.suptitle("Where each head looks")
     return figure
@@ -147,11 +148,8 @@ def draw_rank(layers: Sequence[AttentionRank]) -> Figure:
         _bars_by_head(axes, [(layer.layer, _by_head(layer, name)) for layer in layers])
         axes.set_title(title, loc="left")
         axes.set_ylabel(name.replace("_", " "))
-    rows, whole = (
-        max(map(max, (each.num_queries for each in layers))),
-        max(map(max, (each.of_queries for each in layers))),
-    )
-    of = f"{rows:,} evenly spaced queries of {whole:,}" if rows < whole else f"all {whole:,} queries"
+    rows, whole = (_span([n for layer in layers for n in getattr(layer, of)]) for of in ("num_queries", "of_queries"))
+    of = f"all {whole} queries" if rows == whole else f"{rows} evenly spaced queries of {whole}"
     samples = len(layers[0].matrices)
     marks = "" if samples == 1 else f", bars: mean of {samples} samples, dots: each"
     figure.suptitle(f"Rank of attention matrices, {of}{marks}")
@@ -350,10 +348,9 @@ def draw_responsibilities(layers: Sequence[TokenResponsibilities]) -> Figure:
         axes = figure.add_subplot(lines, columns, number + 1)
         share = layer.of_keys[head] if name == "keys" else layer.of_queries[head]
         place = layer.keys if name == "keys" else layer.queries
-        step = max(1, len(place) // 256)
-        whole = len(place) // step * step
-        binned = share[:whole].unflatten(0, (-1, step)).mean(1).T.numpy()
-        at = place[:whole].unflatten(0, (-1, step)).double().mean(1).numpy()
+        bins = min(256, len(place))
+        binned = F.adaptive_avg_pool1d(share.T, bins).numpy()
+        at = F.adaptive_avg_pool1d(place.double()[None], bins)[0].numpy()
         axes.stackplot(at, binned, colors=[_colour(each) for each in range(components)], linewidth=0)
         axes.set_ylim(0, 1)
         axes.set_xlim(float(at[0]), float(at[-1]) if len(at) > 1 else float(at[0]) + 1)
@@ -508,6 +505,12 @@ def _name_heads(axes: Axes, layers: Sequence[tuple[str, int]]) -> None:
         if len(layers) > 12 and any(len(name) > LONG_NAME for name, _ in layers):
             axes.tick_params(axis="x", labelrotation=90)
     axes.set_xlim(-0.6, total - 0.4)
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """``28``, or ``17 to 28``."""
+    low, high = min(numbers), max(numbers)
+    return f"{high:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _by_head(layer: AttentionRank, name: str) -> Tensor:

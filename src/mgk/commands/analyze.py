@@ -95,10 +95,13 @@ def analyze(
 def summary(findings: Findings, title: str) -> Table:
     """A row for each layer: means over heads and samples."""
     table = Table(title=escape(title))
-    for name in ("layer", "heads", "rank", "effective rank", "distance of heads", "CKA of heads"):
-        table.add_column(name, justify="left" if name == "layer" else "right")
-    for name in ("NLL mixture", "NLL one Gaussian", "prior", "distance of components"):
-        table.add_column(name, justify="right")
+    table.add_column("layer")
+    for name in (
+        "heads", "rank", "effective rank", "distance of heads", "CKA of heads", "NLL mixture", "NLL one Gaussian",
+        "prior", "distance of components",
+    ):  # fmt: skip
+        # In a narrow window words and numbers take several lines, but are never cut.
+        table.add_column(name, justify="right", overflow="fold")
     for number, rank in enumerate(findings.rank):
         ranks = [matrix for heads in rank.matrices for matrix in heads]
         redundancy, mixture = findings.redundancy[number], findings.mixture[number]
