@@ -5,10 +5,9 @@ import subprocess
 
 import pytest
 import typer.main
-from reproduction_cases import write_analysis, write_benchmark, write_evaluation, write_run
+from reproduction_cases import load, write_analysis, write_benchmark, write_evaluation, write_run
 
 from mgk.cli import app
-from mgk.recipes import load
 from mgk.reproduction import pages
 from mgk.reproduction.metrics import metric
 from mgk.reproduction.missing import Need, find_missing, seed_range
