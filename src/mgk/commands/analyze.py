@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -94,13 +95,13 @@ def analyze(
 
 def summary(findings: Findings, title: str) -> Table:
     """A row for each layer: means over heads and samples."""
-    table = Table(title=escape(title))
+    # Ten columns, which lines between them would leave no room in a window of 80 letters.
+    table = Table(title=escape(title), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("layer")
     for name in (
         "heads", "rank", "effective rank", "distance of heads", "CKA of heads", "NLL mixture", "NLL one Gaussian",
         "prior", "distance of components",
     ):  # fmt: skip
-        # In a narrow window words and numbers take several lines, but are never cut.
         table.add_column(name, justify="right", overflow="fold")
     for number, rank in enumerate(findings.rank):
         ranks = [matrix for heads in rank.matrices for matrix in heads]
