@@ -68,7 +68,8 @@ def write_curve(folder, recipe, row, seed, *, steps=2000, best=0.8):
 def write_analysis(folder, recipe, row, seed, *, rank=100.0, nll=0.2, layers=2, priors=None):
     draw = random.Random(f"{recipe} {row} {seed} analysis")
     content = {
-        "format": 1, "recipe": recipe, "row": row, "seed": seed, "redundancy": [{"nobody": "reads it"}],
+        "format": 1, "recipe": recipe, "row": row, "seed": seed, "corpus": "made up",
+        "redundancy": [{"nobody": "reads it"}],
         "rank": [
             {"layer": f"layer {k}", "rank": [[round(draw.gauss(rank, 5)) for _ in range(4)] for _ in range(25)]}
             for k in range(1, layers + 1)

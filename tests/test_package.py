@@ -96,7 +96,7 @@ COMMANDS = {
     r"mgk bench packed.*": "test_packed_from_the_command_line",
     r"mgk bench linear.*": "test_linear_from_the_command_line",
     r"mgk bench (plot|table) .*": "test_what_is_made_of_a_result",
-    r"mgk reproduce .*": "test_one_page_on_the_terminal",
+    r"mgk reproduce .*": "test_pages_on_the_terminal",
     r"export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1": "test_torchrun_starts_a_dead_rank_again",
     r"torchrun --standalone .*--max-restarts \d+ -m mgk train .*": "test_torchrun_starts_a_dead_rank_again",
     r"srun mgk train .*": "test_build_fabric_under_a_launcher",

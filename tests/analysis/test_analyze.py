@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import matplotlib.image
 import pytest
 import torch
 import yaml
@@ -87,9 +88,16 @@ def test_analyze_a_run(trained, tmp_path, mgk_command):
     printed = mgk_command("analyze", trained, "--to", tmp_path / "here", "--samples", "3", "--device", "cpu")
     assert "effective rank" in printed.out
     assert "layer 1" in printed.out
-    names = {path.name for path in (tmp_path / "here").iterdir()}
-    assert {"analysis.json", "attention-maps.png", "density.png", "curves.png", "theorem.png"} <= names
-    assert f"{len(names) - 1} figures and analysis.json" in printed.out
+    pictures = sorted((tmp_path / "here").glob("*.png"))
+    assert {path.stem for path in pictures} == {
+        "attention-maps", "curves", "density", "key-projections", "keys", "mixture", "rank", "redundancy",
+        "responsibilities", "shifts", "theorem",
+    }  # fmt: skip
+    assert f"{len(pictures)} figures and analysis.json" in printed.out
+    for path in pictures:
+        pixels = matplotlib.image.imread(path)
+        assert min(pixels.shape[:2]) > 200, path.name
+        assert float((pixels[..., :3].min(axis=-1) < 0.9).mean()) > 0.01, path.name
     content = json.loads((tmp_path / "here" / "analysis.json").read_text())
     assert (content["corpus"], content["split"], content["samples"]) == ("listops", "test", 3)
     assert content["step"] in (3, 6)
@@ -100,7 +108,8 @@ def test_analyze_a_run(trained, tmp_path, mgk_command):
     assert torch.allclose(torch.tensor(prior), weights.detach(), atol=1e-6)
 
 
-def test_the_usual_place_is_beside_the_model(tmp_path, mgk_command):
+def test_the_usual_place_is_beside_the_model(tmp_path, mgk_command, monkeypatch):
+    monkeypatch.setattr("mgk.analysis.draw_all", lambda findings, folder: [])
     folder = save(MGKForSequenceClassification, tmp_path / "model", attention="mlk", max_position_embeddings=32)
     printed = mgk_command("analyze", folder, "--queries", "8")
     assert "1 x 32 random tokens, since no data of it is at hand" in printed.out
@@ -187,7 +196,7 @@ def test_damaged_runs(trained, tmp_path, mgk_command):
     folder = tmp_path / "run"
     shutil.copytree(trained, folder)
     (folder / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
-    refused(mgk_command("analyze", folder, code=1), "must hold a measurement as JSON on each line, got 1 lines")
+    refused(mgk_command("analyze", folder, code=1), "must hold a measurement as JSON on each line, got 0")
     for path in folder.glob("checkpoints/best-*/model.safetensors"):
         path.write_bytes(b"x" + path.read_bytes()[1:])
     refused(mgk_command("analyze", folder, code=1), "must hold the best model of a run, got none (skipped the damaged")

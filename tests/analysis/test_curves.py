@@ -49,5 +49,19 @@ def test_bad_files(tmp_path):
         learning_curves(tmp_path / "none.jsonl")
     damaged = tmp_path / "damaged.jsonl"
     damaged.write_bytes(b"\x00\xff\n{]\n\n")
-    with pytest.raises(ValueError, match="must hold a measurement as JSON on each line, got 3 lines and none"):
+    with pytest.raises(
+        ValueError, match=r"damaged\.jsonl must have a measurement as JSON in every line, got .* in line 1"
+    ):
         learning_curves(damaged)
+    damaged.write_bytes(b'{"step": 1, "kind": "train", "loss": null}\n')
+    with pytest.raises(ValueError, match="must hold a measurement as JSON on each line, got 1 and none that is finite"):
+        learning_curves(damaged)
+
+
+def test_a_hole_in_a_curve_is_not_passed_over(tmp_path):
+    path = tmp_path / "curve.jsonl"
+    path.write_text(
+        '{"step": 1, "kind": "train", "loss": 3.0}\n{"step": 2, "kin\n{"step": 3, "kind": "train", "loss": 1}\n'
+    )
+    with pytest.raises(ValueError, match="in line 2"):
+        learning_curves(path)

@@ -87,3 +87,10 @@ def test_a_layer_with_equal_heads():
     assert found.num_queries == 8
     assert found.mean_distance < 1e-12
     assert found.mean_similarity == pytest.approx(1, abs=1e-10)
+
+
+def test_heads_that_attend_alike_for_every_query_have_no_cka():
+    """Their rows differ by the rounding of a mean, in which all heads would be alike."""
+    one, other = (torch.rand(1, 64).double().softmax(-1).expand(100, 64) for _ in range(2))
+    for gram in (centred_gram(other), centred_gram(torch.rand(100, 64).double())):
+        assert math.isnan(linear_cka(centred_gram(one), gram))

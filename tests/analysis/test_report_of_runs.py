@@ -17,7 +17,8 @@ from mgk.analysis import attention_maps, component_shares, cost
 from mgk.analysis.report.command import reproduce
 from mgk.analysis.report.comparison import compare_runs
 from mgk.analysis.report.examples import find_examples
-from mgk.analysis.report.run import load_model, read_run
+from mgk.analysis.report.run import read_run
+from mgk.analysis.saved_model import load_model
 from mgk.cli import main
 from mgk.data import open_corpus
 from mgk.training.configuration import RunConfig, from_mapping, merge, to_mapping
@@ -462,7 +463,14 @@ def test_what_is_refused(mgk_report, broken, finished, tmp_path, damage, message
     ("changes", "message"),
     [
         ({"model_type": "bert"}, "must hold a model of mgk, got model_type 'bert'"),
-        ({"architectures": ["MGKModel"]}, "must hold one of MGKForSequenceClassification, .*, got MGKModel"),
+        ({"architectures": ["MGKModel"]}, "must hold the weights of MGKModel alone, got classifier.* as well"),
+        (
+            {"architectures": ["MGKForCausalLM"]},
+            "must hold the weights of MGKForCausalLM alone, got classifier.* as well",
+        ),
+        ({"num_hidden_layers": 7}, r"must hold all weights of MGKForSequenceClassification, got no model\.layers\."),
+        ({"hidden_size": 96}, "must hold weights that fit its configuration, got "),
+        ({"architectures": ["BertModel"]}, "must name an architecture of mgk.models, got BertModel"),
     ],
 )
 def test_a_model_of_another_kind(broken, changes, message):
@@ -472,7 +480,7 @@ def test_a_model_of_another_kind(broken, changes, message):
     with pytest.raises(ValueError, match=message):
         load_model(folder)
     (folder / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="must be the JSON of the configuration of a saved model, got a list"):
+    with pytest.raises(ValueError, match="must be the JSON of a model, got a list"):
         load_model(folder)
 
 

@@ -1,7 +1,7 @@
 """The claims as data, and the verdicts on them."""
 
 import pytest
-from reproduction_cases import write_benchmark, write_run
+from reproduction_cases import load, write_benchmark, write_run
 
 from mgk import recipes
 from mgk.reproduction import claims as module
@@ -24,7 +24,7 @@ def test_pages_of_claims_exist():
 @pytest.mark.parametrize("claim", EVERY, ids=lambda claim: f"{claim.page}: {claim.what}")
 def test_rows_of_claims_are_rows_of_recipes(claim):
     for recipe in claim.recipes:
-        assert {claim.first, claim.second} <= set(recipes.load(recipe).rows)
+        assert {claim.first, claim.second} <= set(load(recipe).rows)
     assert claim.metric.higher_is_better is not None
     assert claim.kind == "better" or claim.metric.margin > 0
 
@@ -124,6 +124,9 @@ def test_comparisons_of_one_sentence_are_one_family(tmp_path):
             write_run(tmp_path, "lra/retrieval", row, seed, accuracy=value / 100)
     both = judge([claim, other], read_results(tmp_path))
     assert [verdict.outcome for verdict in both] == ["not shown", "not shown"]
+    # One that has no runs yet counts, too: its runs must not take a verdict back.
+    early = judge([claim, make_claim(first="mgk-2", second="softmax-4")], read_results(tmp_path))
+    assert [verdict.outcome for verdict in early] == ["not shown", "not yet enough seeds"]
 
 
 class TestMeasurements:

@@ -5,7 +5,7 @@ import re
 import matplotlib.image
 import numpy as np
 import pytest
-from reproduction_cases import published_rows, write_everything
+from reproduction_cases import published_rows, write_curve, write_everything
 from typer.testing import CliRunner
 
 from mgk import recipes
@@ -133,14 +133,15 @@ def test_claims_come_out_as_in_the_paper(made):
     assert "on every task.** (Table 1 and section 3.1) — does not hold." in text
 
 
-@pytest.mark.parametrize("name", ["T4", "F2", "likelihood"])
-def test_one_page_on_the_terminal(made, tmp_path, name):
-    said = reproduce(name, "--results", made[0] / "results", "--to", tmp_path, "--seeds", SEEDS)
+def test_pages_on_the_terminal(made, tmp_path):
+    said = reproduce("T4", "F2", "likelihood", "--results", made[0] / "results", "--to", tmp_path, "--seeds", SEEDS)
     assert said.exit_code == 0, said.output
-    assert "holds" in said.output
-    assert "±" in said.output
-    assert (tmp_path / f"{name}.md").exists()
-    assert not (tmp_path / "README.md").exists()
+    _, *shown = re.split("(?:Table 4: |Figure 2: |Section 3.4, negative)", said.output)
+    assert len(shown) == 3
+    for part in shown:
+        assert "holds" in part
+        assert "±" in part
+    assert {path.stem for path in tmp_path.glob("*.md")} == {"T4", "F2", "likelihood"}
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +191,14 @@ def test_a_picture_out_of_date_is_removed(made, tmp_path):
     pages.write(pages.build("F12", read_results(tmp_path / "none"), tmp_path, 1), tmp_path)
     assert not (tmp_path / "F12.png").exists()
     assert (tmp_path / "F1.png").exists()
+
+
+def test_a_run_that_ended_early_is_not_in_the_second_half(tmp_path):
+    for row, steps in (("softmax-8", 2000), ("mgk-4", 500)):
+        write_curve(tmp_path / "results", "wikitext103/small", row, 0, steps=steps)
+    page = pages.build("F5", read_results(tmp_path / "results"), tmp_path, 1)
+    assert page.pictures == (tmp_path / "F5.png",)
+    assert page.pictures[0].exists()
 
 
 def test_numbers_of_figures_three_and_ten(made):

@@ -68,6 +68,59 @@ def test_a_run_that_was_changed_is_set_aside(tmp_path):
     assert note == "lra/text/softmax-2-seed-0.json is set aside: it differs from lra/text in training.steps"
 
 
+def test_what_a_changed_run_left_elsewhere_is_set_aside_with_it(tmp_path):
+    row = ("lra/retrieval", "mgk-1")
+    write_run(tmp_path, *row, 0, accuracy=0.99, changes=["training.steps=10000"])
+    for seed in (0, 1):
+        write_curve(tmp_path, *row, seed)
+        write_analysis(tmp_path, *row, seed)
+    found = read_results(tmp_path)
+    assert list(found.values(*row, metric("mean_valid_accuracy"))) == [1]
+    assert list(found.values(*row, metric("rank_layer_1"))) == [1]
+
+
+def test_an_analysis_of_other_data_is_set_aside(tmp_path):
+    """Without its data at hand `mgk analyze` reads random tokens, which say nothing about the paper's claims."""
+    row = ("lra/retrieval", "mgk-1")
+    path = write_analysis(tmp_path, *row, 0)
+    content = {**json.loads(path.read_text()), "batch": "1 x 8 random tokens"}
+    del content["corpus"]
+    path.write_text(json.dumps(content))
+    found = read_results(tmp_path)
+    assert found.values(*row, metric("rank_layer_1")) == {}
+    assert found.picture(*row, "keys.png") is None
+    assert found.notes == (
+        "analysis/lra-retrieval-mgk-1-seed-0/analysis.json is set aside: its model read 1 x 8 random tokens, "
+        "not the data of its recipe",
+    )
+
+
+def test_a_curve_with_a_hole_is_damaged(tmp_path):
+    path = write_curve(tmp_path, "lra/retrieval", "mgk-1", 0)
+    path.write_text(path.read_text().replace('{"step": 100', '{"step": 1', 1).replace('"loss"', '"lo', 1))
+    with pytest.raises(ValueError, match=r"must have a measurement as JSON in every line, got .* in line 1"):
+        read_results(tmp_path)
+
+
+def test_notes_stand_with_their_own_recipe(tmp_path):
+    write_run(tmp_path, "lra/retrieval-linear", "mlk-1", 0, accuracy=0.9, changes=["training.steps=10000"])
+    write_evaluation(tmp_path, "lra/retrieval-linear", "mlk-1", 1, stride=None, accuracy=0.6)
+    found = read_results(tmp_path)
+    assert len(found.notes) == 2
+    assert found.notes_about(["lra/retrieval-linear"]) == found.notes
+    assert found.notes_about(["lra/retrieval"]) == ()
+
+
+def test_times_of_two_machines_do_not_mix(tmp_path):
+    path = write_benchmark(tmp_path, {"softmax-8": (10.0, 2e9), "smgk-4": (5.0, 1e9)})
+    slow = json.loads(path.read_text())
+    slow["rows"], slow["baselines"][0]["evaluation_ms"] = [], 1.0
+    path.with_name("retrieval-other.json").write_text(json.dumps(slow))
+    found = read_results(tmp_path)
+    assert found.values("lra/retrieval", "softmax-8", METRICS["seconds_per_iteration"]) == {0: 0.010}
+    assert "retrieval-none.json, not of retrieval-other.json" in found.notes[0]
+
+
 def test_a_key_that_is_newer_than_the_run(tmp_path):
     """An old result does not know it; it counts as what it is by default."""
     path = write_run(tmp_path, "lra/text", "softmax-2", 0, accuracy=0.65)

@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, BLUE, ORANGE, GREEN, PINK, YELLOW = "#333333", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00"
+SKY = "#56b4e9"
 COLOURS = (INK, BLUE, ORANGE, GREEN, PINK, YELLOW)
 """Okabe and Ito's, dark grey in place of black: the first one is for the baseline."""
 MARKERS = ("o", "s", "^", "D", "v", "P")
 """One for each colour, for those who see none."""
 
-_STYLE: Any = {
+STYLE: Any = {
     "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
-    "axes.titlesize": 10, "axes.titlelocation": "left", "legend.frameon": False, "legend.fontsize": 9,
+    "axes.titlesize": 10, "legend.frameon": False, "legend.fontsize": 9, "savefig.dpi": 150,
 }  # fmt: skip
+"""Of every picture; canvases of curves and costs have their titles on the left as well."""
 
 
 @contextmanager
@@ -36,23 +38,22 @@ def canvas(
         size: of one panel in inches, width and height.
     """
     import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    with pyplot.rc_context(_STYLE):
-        figure, grid = pyplot.subplots(
-            rows, columns, figsize=(size[0] * columns, size[1] * rows), layout="constrained", squeeze=False
-        )
+    with matplotlib.rc_context({**STYLE, "axes.titlelocation": "left"}):
+        # Without pyplot, which would choose a window for the whole process and keep the figure.
+        figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
+        grid = figure.subplots(rows, columns, squeeze=False)
         layout: Any = figure.get_layout_engine()
         layout.set(w_pad=0.1, h_pad=0.08)
-        try:
-            yield figure, list(grid.flat)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Without the version of matplotlib in it, the same numbers are the same file.
-            figure.savefig(path, dpi=150, metadata={"Software": None})
-        finally:
-            pyplot.close(figure)
+        yield figure, list(grid.flat)
+        write(figure, path)
+
+
+def write(figure: Figure, path: Path) -> None:
+    """Write a PNG. Without the version of matplotlib in it, the same numbers are the same file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Software": None})
 
 
 def show_grid(axes: Axes) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mgk.evaluation.inference import evaluation_mode
+from mgk.analysis.record import AttentionCall, record_attention
 from mgk.nn import MixtureAttention
 
 
@@ -30,60 +27,57 @@ def component_shares(model: PreTrainedModel, **inputs: Any) -> list[Tensor]:
         model: any model of :mod:`mgk.models` with one stack of layers.
         inputs: what its ``forward`` takes.
     """
-    found: dict[MixtureAttention, Tensor] = {}
-    with evaluation_mode(model), ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, MixtureAttention):
-                stack.enter_context(_watching(module, found))
-        model(**inputs)
-    if not found:
-        raise ValueError(f"model must attend with mgk.MixtureAttention, got {type(model).__name__}, which does not")
-    return list(found.values())
+    return [_of_call(call) for call in record_attention(model, **inputs).calls]
 
 
-@contextmanager
-def _watching(module: MixtureAttention, found: dict[MixtureAttention, Tensor]) -> Iterator[None]:
-    # Only here are queries and keys complete: normalised and rotated.
-    attend = module.attend
-
-    @functools.wraps(attend)
-    def watched(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-        if module not in found:
-            found[module] = _shares(module, q, k, options["shift"]).to("cpu", torch.float32)
-        return attend(q, k, v, **options)
-
-    module.attend = watched  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del module.attend
+def _of_call(call: AttentionCall) -> Tensor:
+    group = call.num_heads // call.num_kv_heads
+    found = []
+    for sample in range(call.num_samples):
+        keys = double_keys(call, sample)
+        heads = [
+            shares_of_head(call.attention, head // group, query, keys[head // group])
+            for head, query in enumerate(call.query[sample])
+        ]
+        found.append(torch.stack(heads).to("cpu", torch.float32))
+    return torch.stack(found)
 
 
-def _shares(module: MixtureAttention, q: Tensor, k: Tensor, shift: Tensor | None) -> Tensor:
-    """In fp64, where the plain formula needs no care. q ``[B, H, Nq, D]``, k ``[B, G, Nk, D]`` or
-    ``[B, G, M, Nk, D]``, shift ``[G, M, D]``."""
-    query = q.double()[:, :, None]
-    keys = (k if k.ndim == 5 else k[:, :, None]).double()
-    if shift is not None:
-        keys = keys + shift.double()[:, :, None]
-    group = q.shape[1] // keys.shape[1]
-    keys = keys.repeat_interleave(group, dim=1)
-    log_prior: Tensor | float = 0.0
-    if (given := module.prior()) is not None and module.assignment == "soft":
-        log_prior = given.double().repeat_interleave(group, dim=0)[:, :, None, None]
-    if module.feature_map is not None:
-        features = module.feature_map.query(query) @ module.feature_map.key(keys).mT
-        parts = features * (log_prior.exp() if isinstance(log_prior, Tensor) else 1.0)
-        total = parts.sum(dim=2, keepdim=True)
-        return torch.where(total > 0, parts / total.masked_fill(total == 0, 1.0), 1.0 / parts.shape[2])
-    variance = module.variance()
+@torch.no_grad()
+def double_keys(call: AttentionCall, sample: int) -> Tensor:
+    """``[Hkv, M, Nk, D]``: every key of a sample, padding included, shifts added, in fp64."""
+    key = call.key[sample].double()
+    key = key if key.ndim == 4 else key[:, None]
+    return key if call.shift is None else key + call.shift.double()[:, :, None]
+
+
+@torch.no_grad()
+def shares_of_head(attention: MixtureAttention, own: int, query: Tensor, key: Tensor) -> Tensor:
+    """The shares of one head, ``[M, n, Nk]``, in fp64, where the plain formula needs no care.
+
+    Args:
+        attention: the layer.
+        own: the key/value head of this head, whose prior and variance it has.
+        query: ``[n, D]``.
+        key: ``[M, Nk, D]``, shifts added.
+    """
+    query, key = query.double(), key.double()
+    log_prior = key.new_zeros(len(key), 1, 1)
+    if (given := attention.prior()) is not None and attention.assignment == "soft":
+        log_prior = given[own].double()[:, None, None]
+    if attention.feature_map is not None:
+        parts = attention.feature_map.query(query) @ attention.feature_map.key(key).mT * log_prior.exp()
+        total = parts.sum(dim=0)
+        return torch.where(total > 0, parts / total.masked_fill(total == 0, 1.0), 1.0 / len(parts))
+    variance = attention.variance()
     if isinstance(variance, Tensor):
-        variance = variance.double().expand(module.num_kv_heads, -1).repeat_interleave(group, dim=0)[:, :, None, None]
-    if module.similarity == "dot":
-        similarity = query @ keys.mT / variance
+        variance = variance.double().expand(attention.num_kv_heads, -1)[own][:, None, None]
+    if attention.similarity == "dot":
+        similarity = query @ key.mT / variance
     else:
-        similarity = torch.cdist(query, keys, compute_mode="donot_use_mm_for_euclid_dist").square() / (-2 * variance)
-    if module.assignment == "hard":
-        is_nearest = (similarity == similarity.amax(dim=2, keepdim=True)).double()
-        return is_nearest / is_nearest.sum(dim=2, keepdim=True)
-    return torch.softmax(similarity + log_prior, dim=2)
+        distance = torch.cdist(query.expand(len(key), -1, -1), key, compute_mode="donot_use_mm_for_euclid_dist")
+        similarity = distance.square() / (-2 * variance)
+    if attention.assignment == "hard":
+        is_best = (similarity == similarity.amax(dim=0)).double()
+        return is_best / is_best.sum(dim=0)
+    return torch.softmax(similarity + log_prior, dim=0)

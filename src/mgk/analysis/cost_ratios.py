@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from mgk.analysis.cost import cache_bytes_per_token, embedding_parameters, forward_flops, parameters
-from mgk.models import MGKConfig, MGKForCausalLM, MGKForSequencePairClassification, architecture
+from mgk.models import MGKForCausalLM, MGKForSequencePairClassification, architecture
 
 WIDTHS = (256, 512, 1024, 2048, 4096)
 """Of the language model, as in the paper."""
@@ -102,40 +102,37 @@ def language_model_cost(attention: str, heads: int, *, width: int, length: int, 
     """
     if width % baseline_heads:
         raise ValueError(f"width must be a multiple of {baseline_heads} heads, got {width}")
-    config = _language_model_config(attention, heads, width, width // baseline_heads)
-    total, tables = _language_model_size(attention, heads, width, width // baseline_heads)
-    with torch.device("meta"):
-        one_layer = MGKForCausalLM(
-            _language_model_config(attention, heads, width, width // baseline_heads, num_hidden_layers=1)
-        )
-        ids = torch.zeros(1, length, dtype=torch.long)
+    head_dim = width // baseline_heads
+    one_layer = _language_model(attention, heads, width, head_dim, layers=1)
+    model = _language_model(attention, heads, width, head_dim)
+    config = model.config
+    ids = torch.zeros(1, length, dtype=torch.long, device="meta")
     assert config.adaptive_cutoffs is not None
     # One logit for each word, and one for each cluster after the first, whose words it stands for.
     logits = config.vocab_size + len(config.adaptive_cutoffs)
     return Cost(
         attention=attention,
         heads=heads,
-        parameters=total,
-        embedding_parameters=tables,
+        parameters=parameters(model),
+        embedding_parameters=embedding_parameters(model),
         forward_flops=config.num_hidden_layers * forward_flops(one_layer.model, input_ids=ids),
         output_flops=2 * length * width * logits,
         cache_bytes=cache_bytes_per_token(config),
     )
 
 
-def _language_model_config(attention: str, heads: int, width: int, head_dim: int, **changes: int) -> MGKConfig:
-    return architecture(
+@functools.cache
+def _language_model(
+    attention: str, heads: int, width: int, head_dim: int, *, layers: int | None = None
+) -> MGKForCausalLM:
+    """On the ``meta`` device. Positions are computed, so one model serves every length."""
+    changes = {} if layers is None else {"num_hidden_layers": layers}
+    config = architecture(
         "wikitext103-small", attention=attention, num_attention_heads=heads, hidden_size=width, head_dim=head_dim,
         max_position_embeddings=max(LENGTHS), use_cache=False, **changes,
     )  # fmt: skip
-
-
-@functools.cache
-def _language_model_size(attention: str, heads: int, width: int, head_dim: int) -> tuple[int, int]:
-    """Numbers in all parameters, and in the table of tokens. Positions are computed, so the length does not matter."""
     with torch.device("meta"):
-        model = MGKForCausalLM(_language_model_config(attention, heads, width, head_dim))
-    return parameters(model), embedding_parameters(model)
+        return MGKForCausalLM(config)
 
 
 def language_model_ratios(
@@ -171,9 +168,7 @@ def retrieval_cost(attention: str, heads: int, *, pairs: int = 1, tokens: int = 
         pairs: in the batch.
         tokens: of each document; shorter ones are padded to it.
     """
-    config = architecture("lra-retrieval", attention=attention, num_attention_heads=heads)
-    with torch.device("meta"):
-        model = MGKForSequencePairClassification(config)
+    model = _retrieval_model(attention, heads)
     return Cost(
         attention=attention,
         heads=heads,
@@ -181,16 +176,21 @@ def retrieval_cost(attention: str, heads: int, *, pairs: int = 1, tokens: int = 
         embedding_parameters=embedding_parameters(model),
         forward_flops=pairs * _retrieval_flops(attention, heads, tokens),
         output_flops=0,
-        cache_bytes=cache_bytes_per_token(config),
+        cache_bytes=cache_bytes_per_token(model.config),
     )
+
+
+@functools.cache
+def _retrieval_model(attention: str, heads: int) -> MGKForSequencePairClassification:
+    """On the ``meta`` device."""
+    with torch.device("meta"):
+        return MGKForSequencePairClassification(
+            architecture("lra-retrieval", attention=attention, num_attention_heads=heads)
+        )
 
 
 @functools.cache
 def _retrieval_flops(attention: str, heads: int, tokens: int) -> int:
     """Of one pair."""
-    with torch.device("meta"):
-        model = MGKForSequencePairClassification(
-            architecture("lra-retrieval", attention=attention, num_attention_heads=heads)
-        )
-        ids = torch.zeros(1, tokens, dtype=torch.long)
-    return forward_flops(model, input_ids=ids, pair_input_ids=ids)
+    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+    return forward_flops(_retrieval_model(attention, heads), input_ids=ids, pair_input_ids=ids)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from mgk.training.tracking import METRICS, read_curves
+from mgk.training.tracking import METRICS
 
 KINDS = {"train": "training", "valid": "validation"}
 
@@ -38,24 +40,56 @@ def learning_curves(path: str | Path, *, name: str | None = None) -> LearningCur
     file = path / METRICS if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"{path} must be the folder of a run or a file of its measurements, got no {file.name} there")
-    lines = read_curves(file)
     points: dict[str, list[tuple[int, float]]] = {}
     left_out = 0
+    lines = read_measurements(file)
     for line in lines:
         for key, value in line.items():
             if key in NOT_LEARNED:
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            if not math.isfinite(value):
                 left_out += 1
                 continue
-            points.setdefault(f"{KINDS.get(line['kind'], line['kind'])} {key}", []).append((line["step"], float(value)))
+            points.setdefault(f"{KINDS.get(line['kind'], line['kind'])} {key}", []).append((line["step"], value))
     if not points:
-        found = len(file.read_bytes().splitlines())
         raise ValueError(
-            f"{file} must hold a measurement as JSON on each line, got {found} lines and none of that kind"
+            f"{file} must hold a measurement as JSON on each line, got {len(lines)} and none that is finite"
         )
     for curve in points.values():
         curve.sort(key=lambda point: point[0])
     if name is None:
         name = path.name if path.is_dir() else path.stem
     return LearningCurves(name=name, points=points, left_out=left_out)
+
+
+def read_measurements(path: Path) -> list[dict[str, Any]]:
+    """The lines of a run in order: ``step``, ``kind``, and numbers, NaN where they were not finite.
+
+    The last line may be cut short, by a process that died. Any other that is damaged is an error: a curve with a hole
+    that nobody sees is worse than none.
+    """
+    lines: list[dict[str, Any]] = []
+    texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, text in enumerate(texts, start=1):
+        line = _parse(text)
+        if line is not None:
+            lines.append(line)
+        elif text.strip() and number < len(texts):
+            raise ValueError(
+                f"{path} must have a measurement as JSON in every line, got {text[:60]!r} in line {number}"
+            )
+    return lines
+
+
+def _parse(text: str) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(line, dict) or not isinstance(line.get("step"), int) or not isinstance(line.get("kind"), str):
+        return None
+    values = {key: value for key, value in line.items() if key not in ("step", "kind")}
+    if not all(value is None or isinstance(value, (int, float)) for value in values.values()):
+        return None
+    # Null is what a measurement that is not finite is written as.
+    return {**line, **{key: math.nan if value is None else float(value) for key, value in values.items()}}

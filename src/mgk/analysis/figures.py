@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from mgk.analysis import canvas
 from mgk.analysis.attention_maps import PooledMaps
+from mgk.analysis.canvas import BLUE, GREEN, INK, ORANGE, PINK, SKY, YELLOW, show_grid
 from mgk.analysis.curves import LearningCurves
 from mgk.analysis.density import QueryDensity
 from mgk.analysis.findings import Findings
@@ -28,11 +31,12 @@ if TYPE_CHECKING:
     from matplotlib.colorbar import Colorbar
     from matplotlib.figure import Figure
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#333333")
+# No component, layer or run is the baseline here.
+COLOURS = (BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, INK)
 GREY = "#777777"
+# Many small panels need smaller letters.
 STYLE: Any = {
-    "font.size": 10, "axes.titlesize": 10, "axes.labelsize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8,
-    "legend.fontsize": 8, "axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 150,
+    **canvas.STYLE, "axes.labelsize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8, "legend.fontsize": 8,
 }  # fmt: skip
 # Weights of an attention map that are drawn as the darkest, as a share of what every key would get.
 DARKEST = 1e-2
@@ -77,9 +81,8 @@ def save(draw: Callable[[], Figure], path: Path) -> Path:
     """Draw one picture into a PNG file."""
     import matplotlib
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context(STYLE):
-        draw().savefig(path)
+        canvas.write(draw(), path)
     return path
 
 
@@ -109,7 +112,7 @@ def draw_maps(layers: Sequence[PooledMaps]) -> Figure:
                 axes.set_xlabel("key position")
         _hide(grid[row][len(layer.weights) :])
     bar = _colorbar(figure, image, [axes for row in grid for axes in row], "weight, 1 = the same for every key")
-    bar.ax.yaxis.set_major_formatter(LogFormatter())
+    bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     bar.ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
     figure.suptitle("Where each head looks")
     return figure
@@ -136,7 +139,7 @@ def draw_rank(layers: Sequence[AttentionRank]) -> Figure:
     spectrum.set_xlabel("number of the singular value")
     spectrum.set_ylabel("singular value")
     spectrum.set_title(f"Spectra of all heads; dashed: {threshold:g}", loc="left")
-    spectrum.legend(frameon=False, ncols=1 + len(layers) // 7)
+    spectrum.legend(ncols=1 + len(layers) // 7)
     titles = (
         f"Rank: singular values above {threshold:g} (the paper's)",
         "Numerical rank: singular values above fp32 rounding",
@@ -147,11 +150,8 @@ def draw_rank(layers: Sequence[AttentionRank]) -> Figure:
         _bars_by_head(axes, [(layer.layer, _by_head(layer, name)) for layer in layers])
         axes.set_title(title, loc="left")
         axes.set_ylabel(name.replace("_", " "))
-    rows, whole = (
-        max(map(max, (each.num_queries for each in layers))),
-        max(map(max, (each.of_queries for each in layers))),
-    )
-    of = f"{rows:,} evenly spaced queries of {whole:,}" if rows < whole else f"all {whole:,} queries"
+    rows, whole = (_span([n for layer in layers for n in getattr(layer, of)]) for of in ("num_queries", "of_queries"))
+    of = f"all {whole} queries" if rows == whole else f"{rows} evenly spaced queries of {whole}"
     samples = len(layers[0].matrices)
     marks = "" if samples == 1 else f", bars: mean of {samples} samples, dots: each"
     figure.suptitle(f"Rank of attention matrices, {of}{marks}")
@@ -218,7 +218,7 @@ def draw_density(layers: Sequence[QueryDensity]) -> Figure:
     _name_heads(axes, [(layer.layer, len(layer.mixture)) for layer in layers])
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_ylabel("negative log-likelihood, nats a query")
-    axes.legend(frameon=False, ncols=2, loc="upper left", bbox_to_anchor=(0, 1.0))
+    axes.legend(ncols=2, loc="upper left", bbox_to_anchor=(0, 1.0))
     low, high = axes.get_ylim()
     axes.set_ylim(low, high + 0.25 * (high - low))
     axes.set_title(f"How well the keys explain {layers[0].num_queries:,} queries (lower is better)", loc="left")
@@ -250,7 +250,7 @@ def draw_mixture(layers: Sequence[LearnedMixture]) -> Figure:
     priors.axhline(1 / components, color=GREY, linestyle="--", linewidth=1)
     priors.set_ylim(0, 1)
     priors.set_title("Prior; dashed: uniform", loc="left")
-    priors.legend(frameon=False, loc="upper right")
+    priors.legend(loc="upper right")
     variances.set_title("Variance", loc="left")
     if any(layer.variance is None for layer in layers):
         variances.text(0.5, 0.5, "linear attention has none", transform=variances.transAxes, ha="center", color=GREY)
@@ -267,7 +267,7 @@ def draw_mixture(layers: Sequence[LearnedMixture]) -> Figure:
     _name_heads(distances, names)
     distances.set_ylabel("Euclidean distance of keys")
     distances.set_title("How far keys are apart", loc="left")
-    distances.legend(frameon=False, loc="upper left")
+    distances.legend(loc="upper left")
     low, high = distances.get_ylim()
     distances.set_ylim(low, 1.25 * high)
     figure.suptitle("What the mixtures have learned")
@@ -350,10 +350,9 @@ def draw_responsibilities(layers: Sequence[TokenResponsibilities]) -> Figure:
         axes = figure.add_subplot(lines, columns, number + 1)
         share = layer.of_keys[head] if name == "keys" else layer.of_queries[head]
         place = layer.keys if name == "keys" else layer.queries
-        step = max(1, len(place) // 256)
-        whole = len(place) // step * step
-        binned = share[:whole].unflatten(0, (-1, step)).mean(1).T.numpy()
-        at = place[:whole].unflatten(0, (-1, step)).double().mean(1).numpy()
+        bins = min(256, len(place))
+        binned = F.adaptive_avg_pool1d(share.T, bins).numpy()
+        at = F.adaptive_avg_pool1d(place.double()[None], bins)[0].numpy()
         axes.stackplot(at, binned, colors=[_colour(each) for each in range(components)], linewidth=0)
         axes.set_ylim(0, 1)
         axes.set_xlim(float(at[0]), float(at[-1]) if len(at) > 1 else float(at[0]) + 1)
@@ -368,7 +367,7 @@ def draw_responsibilities(layers: Sequence[TokenResponsibilities]) -> Figure:
     handles = last.collections[:components]
     figure.legend(
         handles, [f"component {number + 1}" for number in range(components)], loc="outside lower center",
-        ncols=components, frameon=False,
+        ncols=components,
     )  # fmt: skip
     figure.suptitle(f"Which component answers: each key (mean over queries), each query (by what it receives){note}")
     return figure
@@ -393,10 +392,9 @@ def draw_curves(runs: Sequence[LearningCurves], *, log_scale: bool = False) -> F
             axes.set_yscale("log")
         axes.set_title(name, loc="left")
         axes.set_xlabel("step")
-        axes.grid(axis="y", color="#dddddd", linewidth=0.8)
-        axes.set_axisbelow(True)
+        show_grid(axes)
         if number == 0 and len(runs) > 1:
-            axes.legend(frameon=False)
+            axes.legend()
     figure.suptitle("Learning curves" if len(runs) > 1 else f"Learning curves of {runs[0].name}")
     return figure
 
@@ -415,7 +413,7 @@ def draw_theorem(found: Approximation) -> Figure:
     left.set_ylabel("density")
     left.set_ylim(bottom=0)
     left.set_title("A skewed density and K Gaussians, fitted by EM", loc="left")
-    left.legend(frameon=False)
+    left.legend()
     for mixtures, colour, marker, label in (
         (found.fixed, COLOURS[1], "s", f"every standard deviation {found.fixed_deviation:g}"),
         (found.free, COLOURS[0], "o", "standard deviations fitted"),
@@ -426,9 +424,8 @@ def draw_theorem(found: Approximation) -> Figure:
     right.set_xlabel("number of Gaussians K")
     right.set_ylabel("largest error  max |p(x) - p_K(x)|")
     right.set_title("The error falls with K; a fixed width sets a floor", loc="left")
-    right.grid(axis="y", color="#dddddd", linewidth=0.8)
-    right.set_axisbelow(True)
-    right.legend(frameon=False)
+    show_grid(right)
+    right.legend()
     return figure
 
 
@@ -508,6 +505,12 @@ def _name_heads(axes: Axes, layers: Sequence[tuple[str, int]]) -> None:
         if len(layers) > 12 and any(len(name) > LONG_NAME for name, _ in layers):
             axes.tick_params(axis="x", labelrotation=90)
     axes.set_xlim(-0.6, total - 0.4)
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """``28``, or ``17 to 28``."""
+    low, high = min(numbers), max(numbers)
+    return f"{high:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _by_head(layer: AttentionRank, name: str) -> Tensor:

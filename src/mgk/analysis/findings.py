@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -106,9 +107,15 @@ def analyze(
         density=density,
         responsibilities=responsibilities,
         curves=curves,
-        theorem=approximate(),
+        theorem=_theorem(),
         left_out=left_out,
     )
+
+
+@functools.cache
+def _theorem() -> Approximation:
+    """The same for every model."""
+    return approximate()
 
 
 def to_mapping(findings: Findings) -> dict[str, Any]:

@@ -42,8 +42,11 @@ def total_variation(one: Tensor, other: Tensor) -> float:
 
 
 def centred_gram(matrix: Tensor) -> Tensor:
-    """``X X^T`` of the matrix with the mean of its rows taken away, ``[rows, rows]``."""
+    """``X X^T`` of the matrix with the mean of its rows taken away, ``[rows, rows]``; 0 where all rows are the same."""
     centred = matrix - matrix.mean(dim=0, keepdim=True)
+    if centred.norm() <= len(matrix) * torch.finfo(matrix.dtype).eps * matrix.norm():
+        # What is left is the rounding of the mean, in which any two matrices are alike.
+        centred = torch.zeros_like(centred)
     return centred @ centred.T
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from mgk.analysis.component_shares import double_keys, shares_of_head
 from mgk.analysis.record import NUM_QUERIES, AttentionCall, AttentionRecord
 
 # Pairs whose posteriors are held at a time.
@@ -66,10 +66,14 @@ def _of_call(call: AttentionCall, sample: int, num_queries: int | None) -> Token
     of_keys = torch.zeros(heads, len(keys), components, dtype=torch.float64)
     mean = torch.zeros(heads, components, dtype=torch.float64)
     rows = max(1, BLOCK_ELEMENTS // max(1, components * len(keys)))
+    every_key = double_keys(call, sample)[:, :, keys]
     for head in range(heads):
-        start = 0
+        start, own = 0, head // (heads // call.num_kv_heads)
         for block in queries.split(rows):
-            posterior, weight = _posterior(call, sample, head, block)
+            posterior = shares_of_head(call.attention, own, call.query[sample, head, block], every_key[own])
+            if (seen := call.visible(sample, head, block)) is not None:
+                posterior = posterior.masked_fill(~seen, 0.0)
+            weight = call.weights(sample, head, block)
             of_queries[head, start : start + len(block)] = torch.einsum("ij,rij->ir", weight, posterior).cpu()
             of_keys[head] += posterior.sum(dim=1).T.cpu()
             start += len(block)
@@ -84,32 +88,3 @@ def _of_call(call: AttentionCall, sample: int, num_queries: int | None) -> Token
         of_keys=of_keys / counts.masked_fill(counts == 0, 1.0),
         mean=mean,
     )
-
-
-def _posterior(call: AttentionCall, sample: int, head: int, queries: Tensor) -> tuple[Tensor, Tensor]:
-    """``p(r | i, j)``, ``[M, n, Nk]``, 0 where i does not see j; and the weights ``[n, Nk]``."""
-    options = call.problem(sample, head, queries, torch.float64)
-    query, key, variance = options["query"][0, 0], options["key"][0, 0], options["variance"]
-    key = key[None] if key.ndim == 2 else key
-    if options["shift"] is not None:
-        key = key + options["shift"][0][:, None, :]
-    scale = torch.as_tensor(variance, dtype=torch.float64, device=query.device).reshape(-1, 1, 1)
-    if call.attention.similarity == "gaussian":
-        square = query.square().sum(-1)[:, None] - 2 * (query @ key.mT) + key.square().sum(-1)[:, None, :]
-        logit = -0.5 * square / scale
-    else:
-        logit = query @ key.mT / scale
-    if call.attention.assignment == "hard":
-        best = (logit == logit.amax(dim=0, keepdim=True)).double()
-        posterior = best / best.sum(dim=0, keepdim=True)
-        logit = logit.amax(dim=0, keepdim=True)
-    else:
-        if options["log_prior"] is not None:
-            logit = logit + options["log_prior"][0][:, None, None]
-        posterior = logit.softmax(dim=0)
-    if options["attn_mask"] is not None:
-        hidden = ~options["attn_mask"][0, 0]
-        logit, posterior = logit.masked_fill(hidden, -math.inf), posterior.masked_fill(hidden, 0.0)
-    weight = logit.logsumexp(dim=0)
-    # A query that sees nothing has -inf everywhere, and gets 0.
-    return posterior, weight.softmax(dim=-1).nan_to_num(0.0)

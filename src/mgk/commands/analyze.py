@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mgk.models import MGKConfig
     from mgk.training.configuration import RunConfig
 
-RUN_CONFIG, MODEL_CONFIG = "config.yaml", "config.json"
+RUN_CONFIG = "config.yaml"
 DEFAULT_FOLDER = "analysis"
 # Of a model that has neither a position table nor data to say how long its texts are.
 LONGEST = 1024
@@ -95,11 +95,14 @@ def analyze(
 
 def summary(findings: Findings, title: str) -> Table:
     """A row for each layer: means over heads and samples."""
-    table = Table(title=escape(title))
-    for name in ("layer", "heads", "rank", "effective rank", "distance of heads", "CKA of heads"):
-        table.add_column(name, justify="left" if name == "layer" else "right")
-    for name in ("NLL mixture", "NLL one Gaussian", "prior", "distance of components"):
-        table.add_column(name, justify="right")
+    # Ten columns, which lines between them would leave no room in a window of 80 letters.
+    table = Table(title=escape(title), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("layer")
+    for name in (
+        "heads", "rank", "effective rank", "distance of heads", "CKA of heads", "NLL mixture", "NLL one Gaussian",
+        "prior", "distance of components",
+    ):  # fmt: skip
+        table.add_column(name, justify="right", overflow="fold")
     for number, rank in enumerate(findings.rank):
         ranks = [matrix for heads in rank.matrices for matrix in heads]
         redundancy, mixture = findings.redundancy[number], findings.mixture[number]
@@ -140,6 +143,8 @@ def open_subject(
         tokens: to cut them to.
         source: folder of the raw files, where the data of a run has yet to be prepared.
     """
+    from mgk.analysis.saved_model import MODEL_CONFIG, load_model
+
     if not folder.is_dir():
         raise ValueError(f"{folder} must be the folder of a run or of a saved model, got no such folder")
     if (folder / RUN_CONFIG).is_file():
@@ -153,34 +158,11 @@ def open_subject(
     )
 
 
-def load_model(folder: Path) -> PreTrainedModel:
-    """The model of ours that a folder holds."""
-    from transformers.utils import logging
-
-    import mgk.models
-
-    try:
-        content = json.loads((folder / MODEL_CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{folder / MODEL_CONFIG} must be the JSON of a model, got {error}") from error
-    kind = content.get("model_type") if isinstance(content, dict) else None
-    if kind != mgk.models.MGKConfig.model_type:
-        raise ValueError(f"{folder} must hold a model of mgk, got model_type {kind!r}")
-    names = content.get("architectures") or ["none"]
-    model_class = getattr(mgk.models, names[0], None) if names[0] in mgk.models.__all__ else None
-    if not (isinstance(model_class, type) and issubclass(model_class, mgk.models.MGKPreTrainedModel)):
-        raise ValueError(f"{folder / MODEL_CONFIG} must name an architecture of mgk.models, got {', '.join(names)}")
-    if not any(folder.glob("model*.safetensors")):
-        raise ValueError(f"{folder} must hold the weights of the model, model.safetensors, got none there")
-    logging.disable_progress_bar()
-    model: PreTrainedModel = model_class.from_pretrained(folder)
-    return model.eval()
-
-
 def _open_run(
     folder: Path, text: Path | None, split: str, samples: int, tokens: int | None, source: Path | None
 ) -> Subject:
     from mgk.analysis import learning_curves
+    from mgk.analysis.saved_model import load_model
     from mgk.training.configuration import RunConfig, from_mapping, read_yaml
     from mgk.training.evaluate import newest_best
     from mgk.training.tracking import METRICS

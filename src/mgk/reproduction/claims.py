@@ -7,6 +7,7 @@ Fewer than three seeds in a row decide nothing.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -85,7 +86,9 @@ def judge(chosen: Sequence[Claim], results: Results) -> list[Verdict]:
     """A verdict on every claim, in their order."""
     verdicts: dict[Claim, Verdict] = {}
     families: dict[tuple[str, str], list[tuple[Claim, Contrast]]] = {}
+    untested: dict[tuple[str, str], int] = {}
     for claim in chosen:
+        family = (claim.page, claim.sentence)
         if claim.metric.source == "benchmark":
             verdicts[claim] = _compare_measurements(claim, results)
             continue
@@ -93,6 +96,7 @@ def judge(chosen: Sequence[Claim], results: Results) -> list[Verdict]:
         fewest = _seeds(claim, results)
         if min(fewest) < MINIMUM_SEEDS:
             estimate = _estimate(samples)
+            untested[family] = untested.get(family, 0) + 1
             verdicts[claim] = Verdict(
                 claim=claim,
                 outcome="not yet enough seeds",
@@ -103,9 +107,11 @@ def judge(chosen: Sequence[Claim], results: Results) -> list[Verdict]:
             )
             continue
         margin = claim.metric.margin if claim.kind == "comparable" else 0.0
-        families.setdefault((claim.page, claim.sentence), []).append((claim, contrast(samples, -margin)))
-    for family in families.values():
-        for (claim, tested), p in zip(family, holm([tested.p for _, tested in family]), strict=True):
+        families.setdefault(family, []).append((claim, contrast(samples, -margin)))
+    for family, members in families.items():
+        # Those that cannot be tested yet count as well, or a verdict would fall when more runs come in.
+        raw = [tested.p for _, tested in members] + [1.0] * untested.get(family, 0)
+        for (claim, tested), p in zip(members, holm(raw), strict=False):
             verdicts[claim] = _decide(claim, tested, p, _seeds(claim, results))
     return [verdicts[claim] for claim in chosen]
 
@@ -201,6 +207,7 @@ def _compare_measurements(claim: Claim, results: Results) -> Verdict:
     )
 
 
+@functools.cache
 def _read() -> Mapping[str, list[dict[str, Any]]]:
     return read_yaml(FOLDER / "claims.yaml")
 

@@ -18,10 +18,7 @@ def compose(pictures: Mapping[str, Path], path: Path, *, title: str) -> None:
         path: the PNG.
         title: of the whole.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     from matplotlib.image import imread
 
     loaded = {}
@@ -33,18 +30,15 @@ def compose(pictures: Mapping[str, Path], path: Path, *, title: str) -> None:
     head = 0.4
     width = max(SMALLEST, max(image.shape[1] for image in loaded.values()) / DPI)
     height = head + sum(image.shape[0] / DPI + head for image in loaded.values())
-    figure = pyplot.figure(figsize=(width, height))
-    try:
-        figure.text(0.01, 1 - 0.5 * head / height, title, fontsize=12, va="center")
-        top = height - head
-        for name, image in loaded.items():
-            own_width, own_height = image.shape[1] / DPI, image.shape[0] / DPI
-            figure.text(0.01, (top - 0.5 * head) / height, name, fontsize=11, va="center", fontweight="bold")
-            top -= head + own_height
-            axes = figure.add_axes((0, top / height, own_width / width, own_height / height))
-            axes.imshow(image, aspect="auto", interpolation="nearest", cmap="gray", vmin=0, vmax=1)
-            axes.set_axis_off()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=DPI, metadata={"Software": None})
-    finally:
-        pyplot.close(figure)
+    figure = Figure(figsize=(width, height), dpi=DPI)
+    figure.text(0.01, 1 - 0.5 * head / height, title, fontsize=12, va="center")
+    top = height - head
+    for name, image in loaded.items():
+        own_width, own_height = image.shape[1] / DPI, image.shape[0] / DPI
+        figure.text(0.01, (top - 0.5 * head) / height, name, fontsize=11, va="center", fontweight="bold")
+        top -= head + own_height
+        axes = figure.add_axes((0, top / height, own_width / width, own_height / height))
+        axes.imshow(image, aspect="auto", interpolation="nearest", cmap="gray", vmin=0, vmax=1)
+        axes.set_axis_off()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=DPI, metadata={"Software": None})

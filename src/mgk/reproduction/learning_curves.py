@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,9 +46,9 @@ def points(runs: Mapping[int, Lines], panel: Panel) -> tuple[list[int], list[flo
     by_seed = []
     for lines in runs.values():
         own = {
-            line["step"]: float(line[panel.key])
+            line["step"]: line[panel.key]
             for line in lines
-            if line["kind"] == panel.kind and line.get(panel.key) is not None and line["step"] > 0
+            if line["kind"] == panel.kind and math.isfinite(line.get(panel.key, math.nan)) and line["step"] > 0
         }
         by_seed.append(_smooth(own) if panel.kind == "train" else own)
     steps = sorted(set.intersection(*(set(own) for own in by_seed))) if by_seed else []
@@ -91,8 +92,9 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Mapping[str, tuple[list[int], li
         if not steps:
             continue
         if panel.zoom:
-            kept = slice(next(place for place, step in enumerate(steps) if step >= last / 2), None)
-            steps, means, errors = steps[kept], means[kept], errors[kept]
+            # Nothing is left of a run that ended in the first half.
+            first = bisect.bisect_left(steps, last / 2)
+            steps, means, errors = steps[first:], means[first:], errors[first:]
         axes.plot(
             steps, means, color=COLOURS[index], linewidth=1.6, label=row, marker=MARKERS[index], markersize=4,
             markevery=(0.04 * index, 0.2),

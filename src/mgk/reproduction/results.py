@@ -9,7 +9,8 @@
     results/bench/retrieval-DEVICE.json         mgk bench retrieval
 
 A file that is damaged is an error that names it. A run whose configuration is not that of its recipe is set aside, with
-a note: it would stand beside numbers that it does not compare with.
+its curves and its analysis and a note: it would stand beside numbers that it does not compare with. So is an analysis
+of another text, or of the random tokens that ``mgk analyze`` takes where the data is not at hand.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import mgk.recipes
+from mgk.analysis.curves import read_measurements
 from mgk.reproduction import numbers
 from mgk.reproduction.metrics import Metric
 from mgk.training import result
 from mgk.training.configuration import RunConfig, differences, from_mapping, to_mapping
 from mgk.training.snapshot import FREE_TO_CHANGE
-from mgk.training.tracking import read_curves
 
 EVALUATIONS, CURVES, ANALYSIS, BENCH = "evaluations", "curves", "analysis", "bench"
 _OTHER_FOLDERS = (EVALUATIONS, CURVES, ANALYSIS, BENCH, "accuracy")
@@ -102,6 +103,11 @@ class Results:
                 return path
         return None
 
+    def notes_about(self, recipes: Iterable[str]) -> tuple[str, ...]:
+        """The notes that name one of these recipes, or a file of theirs."""
+        wanted = set(recipes)
+        return tuple(note for note in self.notes if wanted & _recipes_in(note))
+
     def _seeds(self, recipe: str, row: str) -> list[int]:
         keys = {*self.runs, *(key for key, _ in self.evaluations)}
         seeds = {seed for name, own, seed in keys if (name, own) == (recipe, row)}
@@ -113,9 +119,8 @@ class Results:
             return None if content is None else numbers.value(content, metric)
         if metric.source == "curve":
             lines = self.curves(key[0], key[1]).get(key[2], [])
-            found = [
-                line[metric.key] for line in lines if line["kind"] == metric.split and line.get(metric.key) is not None
-            ]
+            found = [line.get(metric.key, math.nan) for line in lines if line["kind"] == metric.split]
+            found = [value for value in found if math.isfinite(value)]
             return math.fsum(found) / len(found) if found else None
         if metric.name == "parameters":
             return float(self.runs[key]["parameters"]) if key in self.runs else None
@@ -132,10 +137,18 @@ def read_results(folder: Path) -> Results:
     """Read a folder of results; one that is not there is an empty one."""
     notes: list[str] = []
     runs: dict[Key, Mapping[str, Any]] = {}
+    changed: set[str] = set()
     for path in _run_files(folder):
         content = _read_run(path)
         if _is_usable(content, path, folder, notes):
             runs[_key(content)] = content
+        else:
+            changed.add(run_name(*_key(content)))
+    # What a run that is set aside left elsewhere is set aside with it.
+    changed -= {run_name(*key) for key in runs}
+    curves = {path.stem: path for path in sorted((folder / CURVES).glob("*.jsonl")) if path.stem not in changed}
+    measurements = _read_measurements(folder, notes)
+    analyses = {name: content for name, content in _read_analyses(folder, notes) if name not in changed}
     evaluations: dict[tuple[Key, str], Mapping[str, Any]] = {}
     for path in sorted((folder / EVALUATIONS).glob("*.json")):
         content = _read_run(path)
@@ -149,9 +162,9 @@ def read_results(folder: Path) -> Results:
         folder=folder,
         runs=runs,
         evaluations=evaluations,
-        analyses=dict(_read_analyses(folder)),
-        trainings={path.stem: _read_curve(path) for path in sorted((folder / CURVES).glob("*.jsonl"))},
-        measurements=_read_measurements(folder),
+        analyses=analyses,
+        trainings={name: _read_curve(path) for name, path in curves.items()},
+        measurements=measurements,
         notes=(*notes, *_corpora(runs)),
     )
 
@@ -220,7 +233,7 @@ def _corpora(runs: Mapping[Key, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _read_curve(path: Path) -> list[dict[str, Any]]:
-    lines = read_curves(path)
+    lines = read_measurements(path)
     if not lines:
         raise ValueError(f"{path} must hold the measurements of a run, a line of JSON each, got none")
     return lines
@@ -236,7 +249,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read_analyses(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_analyses(folder: Path, notes: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Those on data of the run's own corpus; of random tokens or another text a note says why not."""
     for path in sorted((folder / ANALYSIS).glob("*/analysis.json")):
         content = _read_json(path)
         numbers.check(content, path)
@@ -245,36 +259,64 @@ def _read_analyses(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             about = run_name(content["recipe"], content["row"], content["seed"])
             if about != name:
                 raise ValueError(f"{path} must be about the run that its folder names, got {about}")
-        yield name, content
+        if "corpus" in content:
+            yield name, content
+        else:
+            read = content.get("batch", "nobody knows what")
+            notes.append(f"{path.relative_to(folder)} is set aside: its model read {read}, not the data of its recipe")
+
+
+def _recipes_in(note: str) -> set[str]:
+    found = set()
+    for word in note.replace(",", " ").split():
+        folder, _, file = word.partition("/")
+        name = file if folder in _OTHER_FOLDERS else word.replace("/", "-")
+        # The longest, since lra-retrieval is how lra-retrieval-linear begins.
+        recipes = [each for each in mgk.recipes.names() if f"{name}-".startswith(f"{each.replace('/', '-')}-")]
+        found |= {max(recipes, key=len)} if recipes else set()
+    return found
 
 
 def _by_seed(named: Mapping[str, T], recipe: str, row: str) -> dict[int, T]:
     """Of things by the name of a run, those of one row."""
     start = run_name(recipe, row, 0).removesuffix("0")
     ends = {name.removeprefix(start): found for name, found in named.items() if name.startswith(start)}
-    return {int(end): ends[end] for end in sorted(ends) if end.isdecimal()}
+    return {seed: ends[str(seed)] for seed in sorted(int(end) for end in ends if end.isdecimal())}
 
 
-def _read_measurements(folder: Path) -> dict[tuple[str, str], Mapping[str, Any]]:
+def _read_measurements(folder: Path, notes: list[str]) -> dict[tuple[str, str], Mapping[str, Any]]:
+    """Those of one device, the one with most rows: times of two machines do not compare."""
+    found = {path: _measurements_of(path) for path in sorted((folder / BENCH).glob("retrieval-*.json"))}
+    if not found:
+        return {}
+    chosen = max(found, key=lambda path: len(found[path]))
+    others = [path.name for path in found if path != chosen]
+    if others:
+        notes.append(
+            f"times of lra/retrieval and lra/retrieval-linear are of {chosen.name}, not of {', '.join(others)}"
+        )
+    return found[chosen]
+
+
+def _measurements_of(path: Path) -> dict[tuple[str, str], Mapping[str, Any]]:
     """The fastest evaluation of each row, on the shape of the paper: 32 pairs of 4096 bytes, no dropout."""
     found: dict[tuple[str, str], Mapping[str, Any]] = {}
-    for path in sorted((folder / BENCH).glob("retrieval-*.json")):
-        content = _read_json(path)
-        for group in ("baselines", "rows"):
-            if not isinstance(content.get(group), list):
-                raise ValueError(f"{path} must be a result of mgk bench retrieval, got no {group}")
-            for record in content[group]:
-                try:
-                    is_ours = (record["pairs"], record["tokens"], record["attention_dropout"]) == (32, 4096, 0)
-                    time, noise, size = record["evaluation_ms"], record["noise"], record["peak_bytes"]
-                    row = f"{record['preset']}-{record['heads']}"
-                except (KeyError, TypeError) as error:
-                    raise ValueError(f"{path} must be a result of mgk bench retrieval, got no {error}") from error
-                if not is_ours or not time or not size or noise is None:
-                    continue
-                key = (_recipe_of(record["preset"]), row)
-                if key not in found or time < found[key]["evaluation_ms"]:
-                    found[key] = {**record, "device": content.get("device", record.get("device"))}
+    content = _read_json(path)
+    for group in ("baselines", "rows"):
+        if not isinstance(content.get(group), list):
+            raise ValueError(f"{path} must be a result of mgk bench retrieval, got no {group}")
+        for record in content[group]:
+            try:
+                is_ours = (record["pairs"], record["tokens"], record["attention_dropout"]) == (32, 4096, 0)
+                time, noise, size = record["evaluation_ms"], record["noise"], record["peak_bytes"]
+                row = f"{record['preset']}-{record['heads']}"
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"{path} must be a result of mgk bench retrieval, got no {error}") from error
+            if not is_ours or not time or not size or noise is None:
+                continue
+            key = (_recipe_of(record["preset"]), row)
+            if key not in found or time < found[key]["evaluation_ms"]:
+                found[key] = record
     return found
 
 

@@ -96,7 +96,7 @@ def table_page(name: str, results: Results, seeds: int = SEEDS) -> Page:
         verdicts=tuple(judge(claims(name), results)),
         needs=tuple(needs),
         missing=tuple(find_missing(results, needs, name)),
-        notes=tuple(note for note in results.notes if any(mentions(note, recipe) for recipe in recipes)),
+        notes=results.notes_about(recipes),
         numbers=sum(bool(results.values(need.recipe, need.row, need.metric)) for need in needs if need.metric),
     )
 
@@ -121,7 +121,7 @@ def own_page(name: str, results: Results, seeds: int = SEEDS) -> Page:
         verdicts=tuple(judge(claims(name), results)),
         needs=tuple(needs),
         missing=tuple(find_missing(results, needs, name)),
-        notes=tuple(note for note in results.notes if mentions(note, name)),
+        notes=results.notes_about([name]),
         numbers=sum(bool(cell) for _, cell in lines),
     )
 
@@ -147,14 +147,6 @@ def _grid(group: Sequence[str], recipes: Recipes, averages: Mapping[str, float] 
         header += ["average", "paper"]
     lines = [_line(row, columns, recipes, averages, results) for row in (*rows, *ours)]
     return Grid(title="" if len(group) > 1 or len(recipes) == 1 else group[0], header=tuple(header), lines=tuple(lines))
-
-
-def mentions(note: str, recipe: str) -> bool:
-    """Whether a note is about a recipe."""
-    words = note.replace(",", " ").split()
-    return recipe in words or any(
-        word.startswith((f"{recipe}/", f"evaluations/{recipe.replace('/', '-')}-")) for word in words
-    )
 
 
 def show(values: Sequence[float], digits: int) -> str:

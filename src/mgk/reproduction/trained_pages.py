@@ -81,9 +81,9 @@ def curve_page(name: str, results: Results, folder: Path, seeds: int) -> Page:
         for row in rows
     ]
     lines = tuple((row, *_last(results, recipe, row, panels)) for recipe, rows in recipes.items() for row in rows)
-    notes = [
-        f"Training loss is the mean of {learning_curves.SMOOTHED} measurements; bands are standard errors over seeds."
-    ]
+    notes = ["Bands are standard errors over seeds."]
+    if _LOSS.title in [panel.title for panel in panels]:
+        notes.append(f"Training loss is the mean of the last {learning_curves.SMOOTHED} measurements.")
     if name in ("F1", "F11"):
         notes.append("The paper draws test accuracy; ours is that of the validation set, which chooses the checkpoint.")
     if name == "F1" and chosen:
@@ -98,7 +98,7 @@ def curve_page(name: str, results: Results, folder: Path, seeds: int) -> Page:
         verdicts=tuple(judge(chosen, results)),
         needs=tuple(needs),
         missing=tuple(find_missing(results, needs, name)),
-        notes=tuple(notes),
+        notes=(*notes, *results.notes_about(recipes)),
         numbers=drawn,
     )
 
@@ -137,7 +137,7 @@ def analysis_page(name: str, results: Results, folder: Path, seeds: int) -> Page
         verdicts=tuple(judge(claims(name), results)),
         needs=tuple(needs),
         missing=tuple(find_missing(results, needs, name)),
-        notes=_NOTES.get(name, ()),
+        notes=(*_NOTES.get(name, ()), *results.notes_about({need.recipe for need in needs})),
         numbers=drawn,
     )
 

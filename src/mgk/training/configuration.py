@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import types
@@ -253,7 +254,7 @@ def from_mapping(kind: type[T], values: Mapping[str, Any], where: str = "") -> T
     if kind is ModelConfig:
         # Its own fields are not ours to check: MGKConfig knows them.
         values = {"architecture": values.get("architecture"), "changes": _without(values, "architecture")}
-    hints = typing.get_type_hints(kind)
+    hints = _type_hints(kind)  # type: ignore[arg-type]
     known = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for key in values:
         if key not in known:
@@ -264,6 +265,12 @@ def from_mapping(kind: type[T], values: Mapping[str, Any], where: str = "") -> T
         if required and values.get(name) is None:
             raise ValueError(f"{_path(where, name)} must be given, got nothing")
     return kind(**{key: _convert(hints[key], value, _path(where, key)) for key, value in values.items()})
+
+
+@functools.cache
+def _type_hints(kind: type) -> dict[str, Any]:
+    # They are written as text, and to evaluate it takes longer than all the rest.
+    return typing.get_type_hints(kind)
 
 
 def to_mapping(config: Any) -> dict[str, Any]:

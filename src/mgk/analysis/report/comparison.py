@@ -15,9 +15,10 @@ import mgk.recipes
 from mgk.analysis.report.command import reproduce, yaml_value
 from mgk.analysis.report.examples import Example, find_examples, look
 from mgk.analysis.report.page import AttentionMaps, Report, RunReport, Table, TableRow
-from mgk.analysis.report.run import Run, load_model, read_run
+from mgk.analysis.report.run import Run, read_run
 from mgk.analysis.report.settings import flatten
 from mgk.analysis.report.tables import COSTS, cost_notes, cost_row, results_table
+from mgk.analysis.saved_model import load_model
 from mgk.data.errors import DataError
 from mgk.data.kind import Progress, no_progress
 from mgk.data.store import Corpus
