@@ -221,6 +221,7 @@ def test_missing_sources_say_what_they_need(tmp_path, monkeypatch):
     assert len(KINDS) >= 8
 
 
+@pytest.mark.slow
 def test_real_checksums(real, tmp_path):
     """Every manifest holds the checksums of the files it was made from, as the publisher of the folder lists them."""
     listed = dict(line.split()[::-1] for line in (real / "SHA256SUMS").read_text().splitlines())

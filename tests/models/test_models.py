@@ -223,7 +223,9 @@ def test_gradient_checkpointing_changes_nothing(kind, attention, reentrant):
         torch.testing.assert_close(model.get_submodule(name).gathered(), gathered)
 
 
-@every_kind
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "translation")) for kind in KINDS]
+)
 @pytest.mark.parametrize(
     "attention",
     ["smgk", *(pytest.param(name, marks=pytest.mark.slow) for name in ("softmax", "mgk", "mgk-hard", "smlk"))],

@@ -44,7 +44,7 @@ for length in (37, 61):  # the second length must not need a new graph per lengt
     ("compiler", "backend", "kind", "causal", "dtype"),
     [
         pytest.param("aot_eager", "reference", "projected", False, "float32", marks=pytest.mark.slow),
-        ("aot_eager", "chunked", "shifted", True, "float32"),
+        pytest.param("aot_eager", "chunked", "shifted", True, "float32", marks=pytest.mark.slow),
         pytest.param("aot_eager", "sdpa", "shifted", False, "bfloat16", marks=pytest.mark.slow),
         pytest.param("inductor", "sdpa", "projected", True, "float32", marks=pytest.mark.slow),
         ("inductor", "auto", "shifted", True, "bfloat16"),

@@ -15,9 +15,9 @@ from triton_cases import INTERPRETED
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The interpreter takes its time: every third case runs, the others are `slow`. On a GPU all run."""
+    """The interpreter takes its time: three in eleven cases run, the others are `slow`. On a GPU all run."""
     for item in items:
-        if INTERPRETED and "ops/triton" in item.nodeid and zlib.crc32(item.nodeid.encode()) % 3:
+        if INTERPRETED and "ops/triton" in item.nodeid and zlib.crc32(item.nodeid.encode()) % 11 > 2:
             item.add_marker(pytest.mark.slow)
 
 
@@ -81,9 +81,13 @@ def _guarded_memory(_swift_interpreter: None) -> Iterator[None]:
     def check(pointers, mask):
         used = pointers.data[mask.data]
         if used.size:
-            size = pointers.get_element_ty().primitive_bitwidth // 8
-            span = np.searchsorted(starts, used, side="right").astype(np.int64) - 1
-            outside = (span < 0) | (used + np.uint64(size) > ends[np.maximum(span, 0)])
+            size = np.uint64(pointers.get_element_ty().primitive_bitwidth // 8)
+            # As a rule all lie in the tensor in which the first one lies.
+            span = int(np.searchsorted(starts, used.min(), side="right")) - 1
+            if span >= 0 and used.max() + size <= ends[span]:
+                return
+            spans = np.searchsorted(starts, used, side="right").astype(np.int64) - 1
+            outside = (spans < 0) | (used + size > ends[np.maximum(spans, 0)])
             assert not outside.any(), f"{outside.sum()} of {used.size} addresses lie outside of every tensor"
 
     def checked_load(self, pointers, mask, *rest, **options):
