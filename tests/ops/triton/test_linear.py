@@ -26,6 +26,12 @@ OPTIONS = [
 ]
 CASES = [(ONE_DTYPE, options) for options in OPTIONS]
 CASES += [(dtype, OPTIONS[2]) for dtype in DTYPES if dtype != ONE_DTYPE]
+CASES += [
+    pytest.param(dtype, {"dim": width, "queries": 150, "is_causal": is_causal}, marks=pytest.mark.gpu)
+    for dtype in (torch.bfloat16, torch.float16)
+    for width in (16, 32, 64, 128)
+    for is_causal in (True, False)
+]
 OUTPUT = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 GRADIENT = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2}
 PARAMETER = {torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 2e-2}

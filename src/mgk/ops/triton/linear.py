@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.tiles import VARYING_WITH_WIDTH, exp_once, load_rows
+from mgk.ops.triton.tiles import VARYING_WITH_WIDTH, as_product, exp_once, load_rows, where_at_least
 
 LINEAR_VARYING = [*VARYING_WITH_WIDTH, "num_segments", "blocks_per_segment", "stride_key_component", "num_samples"]
 
@@ -48,18 +48,22 @@ def operand(b_x, p_tokens):
 
 
 @triton.jit
-def query_features(b_query, o_first, num_queries, width, MAP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
-    """``u``, 0 beyond the end and beyond the width."""
-    b_seen = (o_first + tl.arange(0, ROWS) < num_queries)[:, None] & (tl.arange(0, D) < width)[None, :]
-    return tl.where(b_seen, features(b_query.to(tl.float32), MAP), 0.0)
+def prior_of_head(
+    p_prior, i_kv_head, i_component, stride_prior_head, stride_prior_component,
+    M: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr,
+):  # fmt: skip
+    """``prior_r`` of one head, a scalar, where it is the same for all keys."""
+    if HAS_PRIOR and not PRIOR_BY_KEY:
+        return tl.exp(tl.load(p_prior + i_kv_head * stride_prior_head + i_component * stride_prior_component))
+    return 1.0 / M
 
 
 @triton.jit
 def component(
-    b_key, p_shift, p_prior, p_key_mask, i_batch, i_kv_head, i_component, o_first, stride_prior_head,
+    b_key, p_shift, prior, p_prior, p_key_mask, i_batch, i_kv_head, i_component, o_first, stride_prior_head,
     stride_prior_component, stride_prior_token, num_keys, width,
-    M: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr, MAP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    M: tl.constexpr, HAS_SHIFT: tl.constexpr, PRIOR_BY_KEY: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    MAP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """``phi(k_jr) [ROWS, D]``, 0 beyond the width, and ``prior_r [ROWS]``, 0 at masked keys and beyond the end."""
     o_j = o_first + tl.arange(0, ROWS)
@@ -73,14 +77,11 @@ def component(
     if HAS_KEY_MASK:
         # What stands at masked keys may be anything.
         b_x = tl.where(b_seen[:, None], b_x, 0.0)
-    b_weight = tl.where(b_seen, 1.0 / M, 0.0)
-    if HAS_PRIOR:
+    if PRIOR_BY_KEY:
         p_own = p_prior + i_kv_head * stride_prior_head + i_component * stride_prior_component
-        if PRIOR_BY_KEY:
-            b_prior = tl.load(p_own + o_j.to(tl.int64) * stride_prior_token, mask=b_seen, other=float("-inf"))
-            b_weight = tl.exp(b_prior)
-        else:
-            b_weight = tl.where(b_seen, tl.exp(tl.load(p_own)), 0.0)
+        b_weight = tl.exp(tl.load(p_own + o_j.to(tl.int64) * stride_prior_token, mask=b_seen, other=float("-inf")))
+    else:
+        b_weight = tl.where(b_seen, prior, 0.0)
     return tl.where((o_d < width)[None, :], features(b_x, MAP), 0.0), b_weight
 
 
@@ -91,8 +92,9 @@ def merged_features(
     width,
     M: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr, MAP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    MEETS_PRODUCTS: tl.constexpr = False,
 ):  # fmt: skip
-    """``f``, ``[ROWS, D]`` in fp32."""
+    """``f``, ``[ROWS, D]`` in fp32. ``MEETS_PRODUCTS``: see ``as_product``."""
     b_total = tl.zeros([ROWS, D], tl.float32)
     b_key = tl.zeros([ROWS, D], p_key.dtype.element_ty)
     for r in tl.static_range(M):
@@ -101,10 +103,15 @@ def merged_features(
                 p_key + r * rows_apart(p_key, stride_key_component), stride_key_batch, stride_key_head,
                 stride_key_token, i_batch, i_kv_head, o_first, num_keys, width, ROWS, D,
             )  # fmt: skip
+            if MEETS_PRODUCTS:
+                b_key = as_product(b_key, D)
+        prior = prior_of_head(
+            p_prior, i_kv_head, r, stride_prior_head, stride_prior_component, M, HAS_PRIOR, PRIOR_BY_KEY
+        )
         b_own, b_weight = component(
-            b_key, p_shift, p_prior, p_key_mask, i_batch, i_kv_head, r, o_first, stride_prior_head,
+            b_key, p_shift, prior, p_prior, p_key_mask, i_batch, i_kv_head, r, o_first, stride_prior_head,
             stride_prior_component, stride_prior_token, num_keys, width,
-            M, HAS_SHIFT, HAS_PRIOR, PRIOR_BY_KEY, HAS_KEY_MASK, MAP, ROWS, D,
+            M, HAS_SHIFT, PRIOR_BY_KEY, HAS_KEY_MASK, MAP, ROWS, D,
         )  # fmt: skip
         b_total += b_own * b_weight[:, None]
     return b_total
@@ -204,7 +211,7 @@ def linear_add_states(
 
 @triton.jit(do_not_specialize=LINEAR_VARYING)
 def linear_forward(
-    p_query, p_key, p_value, p_out, p_shift, p_prior, p_key_mask, p_state, p_length, p_normaliser,
+    p_query, p_key, p_value, p_out, p_shift, p_prior, p_key_mask, p_state, p_length, p_inverse,
     stride_query_batch, stride_query_head, stride_query_token, stride_key_batch, stride_key_head,
     stride_key_component, stride_key_token, stride_value_batch, stride_value_head, stride_value_token,
     stride_prior_head, stride_prior_component, stride_prior_token, num_heads, group_size, num_queries, num_keys,
@@ -213,10 +220,12 @@ def linear_forward(
     HAS_KEY_MASK: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, BY_SUM: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """One program for one segment of the queries of one head: ``out``, contiguous, and the normaliser ``t [B, H, Nq]``.
+    """One program for one segment of the queries of one head: ``out``, contiguous, and ``1 / t [B, H, Nq]``, 0 of a
+    row that has seen nothing.
 
     ``p_state``: what keys before the segment have left, or all of them without causality.
     """
+    MEETS_PRODUCTS: tl.constexpr = D < 64 or not CAUSAL  # where it is faster, as has been measured
     if EVEN:
         width, value_width = D, DV
     i_segment = tl.program_id(0) % num_segments
@@ -234,7 +243,8 @@ def linear_forward(
             p_query, stride_query_batch, stride_query_head, stride_query_token, i_batch, i_query_head, o_first,
             num_queries, width, BLOCK, D,
         )  # fmt: skip
-        b_query = query_features(b_query, o_first, num_queries, width, MAP, BLOCK, D)
+        # Where keys are not as wide as blocks, their features are 0, and rows beyond the end are not stored.
+        b_query = features(as_product(b_query, D) if MEETS_PRODUCTS else b_query.to(tl.float32), MAP)
         b_sum = tl.sum(b_query * b_total[None, :], 1)
         b_query = operand(b_query, p_query)
         b_out = tl.dot(b_query, operand(b_state, p_query), input_precision=PRECISION)
@@ -244,7 +254,7 @@ def linear_forward(
                 p_key, p_shift, p_prior, p_key_mask, i_batch, i_kv_head, o_first, stride_key_batch, stride_key_head,
                 stride_key_component, stride_key_token, stride_prior_head, stride_prior_component,
                 stride_prior_token, num_keys, width,
-                M, HAS_SHIFT, HAS_PRIOR, PRIOR_BY_KEY, HAS_KEY_MASK, MAP, BLOCK, D,
+                M, HAS_SHIFT, HAS_PRIOR, PRIOR_BY_KEY, HAS_KEY_MASK, MAP, BLOCK, D, MEETS_PRODUCTS,
             )  # fmt: skip
             b_value = load_values(
                 p_value, p_key_mask, i_batch, i_kv_head, o_first, stride_value_batch, stride_value_head,
@@ -253,14 +263,16 @@ def linear_forward(
             b_total += tl.sum(b_features, 0)
             b_features = operand(b_features, p_key)
             b_pair = tl.dot(b_query, b_features.T, input_precision=PRECISION)
-            b_pair = tl.where(o_i[:, None] >= o_i[None, :], b_pair, 0.0)
+            b_pair = where_at_least(b_pair, o_i[:, None], o_i[None, :])
             b_sum += tl.sum(b_pair, 1)
             b_out = tl.dot(operand(b_pair, p_query), b_value, b_out, input_precision=PRECISION)
             b_state = tl.dot(b_features.T, b_value, b_state, input_precision=PRECISION)
         if not BY_SUM:
             b_sum = tl.load(p_length + i_batch.to(tl.int64) * num_queries + o_i, mask=o_i < num_queries, other=1.0)
         m_i = o_i < num_queries
-        tl.store(p_normaliser + i_head.to(tl.int64) * num_queries + o_i, b_sum, mask=m_i)
-        b_out = b_out / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
+        # A sum so small that fp32 has no inverse of it is none.
+        b_inverse = tl.where(b_sum < 1.2e-38, 0.0, 1.0 / tl.where(b_sum < 1.2e-38, 1.0, b_sum))
+        tl.store(p_inverse + i_head.to(tl.int64) * num_queries + o_i, b_inverse, mask=m_i)
+        b_out *= b_inverse[:, None]
         p_rows = p_out + (i_head.to(tl.int64) * num_queries + o_i)[:, None] * value_width + o_v[None, :]
         tl.store(p_rows, b_out.to(p_out.dtype.element_ty), mask=m_i[:, None] & (o_v < value_width)[None, :])

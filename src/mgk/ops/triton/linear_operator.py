@@ -84,7 +84,7 @@ class _Plan(NamedTuple):
         """Blocks in a segment, constants and tile of one of the kernels."""
         width = max(self.options["D"], self.options["DV"])
         tile = tuning.choose_linear_tile(
-            name, width, self.element_size, self.options["CAUSAL"], self.options["HAS_SHIFT"]
+            name, width, self.element_size, self.options["CAUSAL"], self.options["M"] > 1
         )
         return self.tokens_per_segment // tile.columns, {**self.options, "BLOCK": tile.columns}, tile
 
@@ -178,7 +178,7 @@ def _run_forward(
         )  # fmt: skip
         sums = _add_states(states, initial, is_causal, reverse=False)
         out = query.new_empty(batch, heads, queries, value_width)
-        normaliser = _new(query, batch, heads, queries)
+        inverse = _new(query, batch, heads, queries)
         # Under causality the segments of queries are those of keys.
         rows = plan if is_causal else _plan(queries, batch * heads, *common)
         blocks, options, tile = rows.kernel("forward")
@@ -186,17 +186,17 @@ def _run_forward(
             linear.linear_forward,
             batch * heads * rows.segments,
             (
-                query, key, value, out, shift, log_prior, key_mask, sums, length, normaliser, *query.stride()[:3],
+                query, key, value, out, shift, log_prior, key_mask, sums, length, inverse, *query.stride()[:3],
                 *key_strides, heads, heads // kv_heads, queries, keys, rows.segments, blocks, width, value_width,
             ),
             options,
             tile,
         )  # fmt: skip
-    return out, normaliser, sums
+    return out, inverse, sums
 
 
 def _run_backward(
-    grad: Tensor, out: Tensor, normaliser: Tensor, sums: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    grad: Tensor, inverse: Tensor, sums: Tensor, query: Tensor, key: Tensor, value: Tensor,
     shift: Tensor | None, log_prior: Tensor | None, key_mask: Tensor | None, length: Tensor | None, is_causal: bool,
     feature_map: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -206,7 +206,7 @@ def _run_backward(
     group_size = heads // kv_heads
     shapes = query.shape, key.shape, value.shape
     with on_device(query):
-        query, key, value, grad, out = (aligned(tensor) for tensor in (query, key, value, grad, out))
+        query, key, value, grad = (aligned(tensor) for tensor in (query, key, value, grad))
         shift = None if shift is None else shift.contiguous()
         key_mask = None if key_mask is None else key_mask.contiguous()
         common = (query, key, widths, shift, log_prior, key_mask, is_causal, length is None, feature_map)
@@ -225,8 +225,8 @@ def _run_backward(
             linear_backward.linear_backward_query,
             batch * heads * by_query.segments,
             (
-                query, key, value, out, grad, grad_query, delta, shift, log_prior, key_mask, sums, normaliser,
-                *query_strides, *key_strides, *out.stride()[:3], *grad_strides, *prior_strides, heads, group_size,
+                query, key, value, grad, grad_query, delta, shift, log_prior, key_mask, sums, inverse,
+                *query_strides, *key_strides, *grad_strides, *prior_strides, heads, group_size,
                 queries, keys, by_query.segments, blocks, width, value_width,
             ),
             options,
@@ -239,7 +239,7 @@ def _run_backward(
             linear_backward.linear_reverse_states,
             batch * kv_heads * reverse.segments,
             (
-                query, grad, delta, normaliser, states, *query_strides, *grad_strides, heads, group_size, queries,
+                query, grad, delta, inverse, states, *query_strides, *grad_strides, heads, group_size, queries,
                 reverse.segments, blocks, width, value_width,
             ),
             options,
@@ -259,7 +259,7 @@ def _run_backward(
             linear_backward.linear_backward_key_value,
             batch * kv_heads * by_key.segments,
             (
-                query, key, value, grad, grad_key, grad_value, delta, shift, log_prior, key_mask, later, normaliser,
+                query, key, value, grad, grad_key, grad_value, delta, shift, log_prior, key_mask, later, inverse,
                 shift_share, prior_share, *query_strides, *key_strides, *grad_strides, *prior_strides, heads,
                 group_size, queries, keys, by_key.segments, blocks, batch, width, value_width,
             ),
@@ -270,14 +270,17 @@ def _run_backward(
         grad_prior = _new(query, 0) if log_prior is None else _new(query, *log_prior.shape)
         if by_position and prior_share is not None:
             grad_prior = prior_share.sum(dim=2)
-        if shift is not None or not (log_prior is None or by_position):
+        by_head = log_prior is not None and not by_position
+        if shift is not None or by_head:
+            programs = kv_heads * ((0 if shift is None else components * d // 16) + by_head)
             launch(
                 linear_backward.linear_add_shares,
-                kv_heads,
+                programs,
                 (
-                    shift_share, prior_share, log_prior, grad_shift, grad_prior, *prior_strides[:2], shares, width,
+                    shift_share, prior_share, log_prior, grad_shift, grad_prior, *prior_strides[:2], kv_heads, shares,
+                    width,
                 ),
-                {**by_key.options, "TOGETHER": 32 if tuning.is_interpreted() else 128},
+                {**by_key.options, "TOGETHER": 32 if tuning.is_interpreted() else 256},
                 SMALL,
             )  # fmt: skip
     return grad_query, grad_key, grad_value, grad_shift, grad_prior
@@ -297,14 +300,14 @@ def run_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def run_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """:func:`_run_backward`, likewise."""
-    tensors, options = inputs[:11], inputs[11:]
-    grad, out, _, _, query, key, value, _, log_prior = tensors[:9]
+    tensors, options = inputs[:10], inputs[10:]
+    grad, _, _, query, key, value, _, log_prior = tensors[:8]
     if not replay.is_possible(query.device):
         return _run_backward(*inputs)
 
     def is_plain() -> bool:
         by_head = log_prior is None or log_prior.shape[2] == 1
-        return by_head and _is_plain(tensors, grad, out, query, key, value)
+        return by_head and _is_plain(tensors, grad, query, key, value)
 
     return replay.once(  # type: ignore[return-value]
         lambda: _run_backward(*inputs), replay.signature_of(tensors, ("linear backward", *options)), tensors,
@@ -323,7 +326,8 @@ def fused_linear_attention(
     query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None,
     key_mask: Tensor | None, length: Tensor | None, is_causal: bool, feature_map: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Linear attention, its normaliser, and the states before each segment and after the last (or the last alone).
+    """Linear attention, the inverse of its normaliser, and the states before each segment and after the last (or that
+    alone).
 
     Args:
         query: ``[B, H, Nq, D]``.
@@ -341,13 +345,13 @@ def fused_linear_attention(
 
 @torch.library.custom_op("mgk::fused_linear_attention_backward", mutates_args=())
 def fused_linear_attention_backward(
-    grad: Tensor, out: Tensor, normaliser: Tensor, sums: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    grad: Tensor, inverse: Tensor, sums: Tensor, query: Tensor, key: Tensor, value: Tensor,
     shift: Tensor | None, log_prior: Tensor | None, key_mask: Tensor | None, length: Tensor | None, is_causal: bool,
     feature_map: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key, value, shift and log prior; the last two are empty where there is none."""
     return _run_backward(
-        grad, out, normaliser, sums, query, key, value, shift, log_prior, key_mask, length, is_causal, feature_map
+        grad, inverse, sums, query, key, value, shift, log_prior, key_mask, length, is_causal, feature_map
     )
 
 
@@ -370,7 +374,7 @@ def _(
 
 @fused_linear_attention_backward.register_fake
 def _(
-    grad: Tensor, out: Tensor, normaliser: Tensor, sums: Tensor, query: Tensor, key: Tensor, value: Tensor,
+    grad: Tensor, inverse: Tensor, sums: Tensor, query: Tensor, key: Tensor, value: Tensor,
     shift: Tensor | None, log_prior: Tensor | None, *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return (
@@ -383,17 +387,17 @@ def _(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*output, *inputs[:7])
+    ctx.save_for_backward(*output[1:], *inputs[:7])
     ctx.options = inputs[7:]
 
 
 def _backward(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # once: activation checkpointing frees them as they are read
-    grad = torch.zeros_like(saved[0]) if grad is None else grad
+    query, value, shift, log_prior = saved[2], saved[4], saved[5], saved[6]
+    grad = query.new_zeros(*query.shape[:3], value.shape[3]) if grad is None else grad
     # With a graph of gradients the operation is asked, which refuses to be differentiated again.
     run = run_backward if is_unwatched(grad) and not torch.is_grad_enabled() else fused_linear_attention_backward
     gradients = run(grad, *saved, *ctx.options)
-    shift, log_prior = saved[6], saved[7]
     return (
         *gradients[:3],
         None if shift is None else gradients[3],
@@ -443,7 +447,7 @@ def _forward_flops(query_shape: Any, key_shape: Any, value_shape: Any, *args: An
 
 @register_flop_formula(torch.ops.mgk.fused_linear_attention_backward)
 def _backward_flops(
-    grad_shape: Any, attention_shape: Any, normaliser_shape: Any, state_shape: Any, query_shape: Any, key_shape: Any,
+    grad_shape: Any, inverse_shape: Any, state_shape: Any, query_shape: Any, key_shape: Any,
     value_shape: Any, *args: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
     """Each product has two in the backward pass."""

@@ -218,6 +218,32 @@ def exp_once(b_x):
 
 
 @triton.jit
+def as_product(b_x, D: tl.constexpr):
+    """``b_x [rows, D]`` of half precision times 1: the same numbers, in fp32, lying as the matrix units leave products.
+
+    What is computed of a block before it meets a product would else be computed twice, as it was read and as products
+    lie. Exact where a row is finite.
+    """
+    if _INTERPRETED or b_x.dtype == tl.float32 or D > 64:
+        return b_x.to(tl.float32)
+    o_d = tl.arange(0, D)
+    return tl.dot(b_x, tl.where(o_d[:, None] == o_d[None, :], 1.0, 0.0).to(b_x.dtype))
+
+
+@triton.jit
+def where_at_least(b_value, o_first, o_second):
+    """``value`` where ``first >= second``, else 0; both, int32, are broadcast."""
+    b_first, b_second = tl.broadcast_to(o_first, b_value.shape), tl.broadcast_to(o_second, b_value.shape)
+    if _INTERPRETED:
+        return tl.where(b_first >= b_second, b_value, 0.0)
+    # Written out for the reason given below.
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 less; sub.s32 less, $2, $3; shr.s32 less, less, 31; not.b32 less, less; and.b32 $0, $1, less; }",
+        "=r,r,r,r", [b_value, b_first, b_second], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def unless_dropped(b_value, b_row_key, b_column_key, threshold):
     """Dropout: ``value`` where a pair is kept, else 0, from one odd random number per query and one per key.
 

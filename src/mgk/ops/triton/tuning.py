@@ -110,25 +110,25 @@ def linear_unit() -> int:
     return INTERPRETED.columns if is_interpreted() else 64
 
 
-def choose_linear_tile(name: str, width: int, element_size: int, is_causal: bool, is_shifted: bool) -> Tile:
+def choose_linear_tile(name: str, width: int, element_size: int, is_causal: bool, is_mixture: bool) -> Tile:
     """Of linear attention: ``columns`` tokens make a block."""
     if is_interpreted():
         return INTERPRETED
     if element_size == 4:
         return Tile(0, 32, 4, 1)
     if width > 64:
-        return Tile(0, 64, 8, 2)
-    # Three programs of 168 registers share a multiprocessor; the exceptions are what measured faster.
-    usual, roomy, short = Tile(0, 64, 4, 3, 168), Tile(0, 64, 4, 3), Tile(0, 32, 4, 3)
-    if width < 64:
-        if name == "key_value" and is_causal:
-            return Tile(0, 64, 4, 2)
-        return roomy if name == "states" or (name in ("forward", "query") and not is_causal) else usual
-    if name == "query":
-        return roomy if is_causal else Tile(0, 64, 8, 1)
-    if name == "key_value" and (is_causal or is_shifted):
+        return Tile(0, 32 if is_causal and name in ("query", "key_value") else 64, 8, 2)
+    # Blocks of 32 tokens with two warps leave more programs on a multiprocessor, which wait for memory by turns.
+    short, usual = Tile(0, 32, 2, 3), Tile(0, 64, 4, 3)
+    if name == "states":
+        return Tile(0, 64, 4, 3, 168)
+    if name == "reverse states":
+        return Tile(0, 32, 4, 3, 128) if width == 64 else short
+    if is_causal and width == 64 and name != "forward":
+        return Tile(0, 32, 4, 3)
+    if is_causal or (name == "query" and width < 64):
         return short
-    return usual
+    return short if name == "key_value" and not is_mixture else usual
 
 
 def tune(kernel: Kernel, device: torch.device, launch: Callable[[Tile], object]) -> None:
