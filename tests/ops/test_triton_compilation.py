@@ -156,8 +156,8 @@ def call_linear(case):
     """Forward and backward of linear attention on CPU tensors; nothing is computed."""
     width = case["width"]
     inputs = make_linear(
-        kind=case["kind"], heads=4, kv_heads=case.get("kv_heads", 2), queries=70, dim=width, dtype=case["dtype"], prior=case["prior"],
-        masked=case["masked"], device="cpu",
+        kind=case["kind"], heads=4, kv_heads=case.get("kv_heads", 2), queries=70, dim=width, dtype=case["dtype"],
+        prior=case["prior"], masked=case["masked"], device="cpu",
     )  # fmt: skip
     key, prior = inputs["key"], inputs.get("log_prior")
     key = key if key.ndim == 5 else key[:, :, None]

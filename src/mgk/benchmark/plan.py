@@ -34,7 +34,7 @@ CUDA_SHAPES = (
 # steps take the device longer than the host.
 LINEAR_CUDA_SHAPES = (
     *(
-        Shape(batch=batch, heads=8, tokens=tokens, head_dim=head_dim, is_causal=is_causal)
+        Shape(batch=batch * 64 // head_dim, heads=8, tokens=tokens, head_dim=head_dim, is_causal=is_causal)
         for batch, tokens in ((128, 4096), (8, 65536))
         for head_dim in (32, 64)
         for is_causal in (False, True)

@@ -191,8 +191,8 @@ def _feature_gradient(b_sum, b_value, b_query, b_grad_out, b_delta, o_j, p_query
 
 @triton.jit
 def _component_gradient(b_grad, b_own, b_weight, MAP: tl.constexpr):
-    """Of one component, of which ``own`` is ``prior_r phi(k_jr)``: ``dk [ROWS, D]``, and ``own * df``, of which sums are
-    the gradient of its log prior."""
+    """Of one component: ``dk [ROWS, D]``, and ``own * df``, whose sums are the gradient of its log prior. ``own``:
+    ``prior_r phi(k_jr)``."""
     if MAP == "elu":
         b_slope = tl.minimum(b_own, b_weight[:, None])
     else:
@@ -208,9 +208,9 @@ def _rows_added(b_x, ROWS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _columns_added(b_x, ROWS: tl.constexpr, D: tl.constexpr):
-    """Columns that a thread has together, neighbours and those some blocks of 8 apart, added to ``[ROWS, D / x]``."""
-    TOGETHER: tl.constexpr = 8 if ROWS >= 64 or D < 32 else 16
-    return tl.sum(tl.sum(tl.reshape(b_x, [ROWS, D // 2 // TOGETHER, TOGETHER, 2]), 3), 1)
+    """Columns that a thread has together, neighbours and those 16 or 32 apart, added to ``[ROWS, 8 or 16]``."""
+    LEFT: tl.constexpr = 8 if ROWS >= 64 or D < 32 else 16
+    return tl.sum(tl.sum(tl.reshape(b_x, [ROWS, D // 2 // LEFT, LEFT, 2]), 3), 1)
 
 
 @triton.jit
@@ -268,8 +268,8 @@ def linear_backward_key_value(
     # block.
     b_first_shift = tl.zeros([BLOCK // 16, 8, D], tl.float32)
     b_second_shift = tl.zeros([BLOCK // 16, 8, D], tl.float32)
-    b_first_share = tl.zeros([BLOCK, 8 if BLOCK >= 64 or D < 32 else 16], tl.float32)
-    b_second_share = tl.zeros([BLOCK, 8 if BLOCK >= 64 or D < 32 else 16], tl.float32)
+    b_first_share = _columns_added(tl.zeros([BLOCK, D], tl.float32), BLOCK, D)
+    b_second_share = _columns_added(tl.zeros([BLOCK, D], tl.float32), BLOCK, D)
     first_prior = prior_of_head(
         p_prior, i_kv_head, 0, stride_prior_head, stride_prior_component, M, HAS_PRIOR, PRIOR_BY_KEY
     )
@@ -303,8 +303,8 @@ def linear_backward_key_value(
                     )  # fmt: skip
                     b_key = as_product(b_key, D)
                 b_second, b_second_weight = component(
-                    b_key, p_shift, second_prior, p_prior, p_key_mask, i_batch, i_kv_head, 1, o_first, stride_prior_head,
-                    stride_prior_component, stride_prior_token, num_keys, width,
+                    b_key, p_shift, second_prior, p_prior, p_key_mask, i_batch, i_kv_head, 1, o_first,
+                    stride_prior_head, stride_prior_component, stride_prior_token, num_keys, width,
                     M, HAS_SHIFT, PRIOR_BY_KEY, HAS_KEY_MASK, MAP, BLOCK, D,
                 )  # fmt: skip
                 b_second *= b_second_weight[:, None]

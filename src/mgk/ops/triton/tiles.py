@@ -208,8 +208,8 @@ _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def exp_once(b_x):
-    """``exp``, which the compiler does not repeat: where a block is needed in two layouts it would rather compute it
-    twice than move it, though exponentials are what such a kernel has most of."""
+    """``exp``, 0 where fp32 has but few bits for it: what looks after those takes longer than the exponential. And the
+    compiler hardly repeats it, as it repeats others where a block is needed in two layouts."""
     if _INTERPRETED:
         return tl.exp(b_x)
     return tl.inline_asm_elementwise(
