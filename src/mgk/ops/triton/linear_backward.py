@@ -327,9 +327,7 @@ def linear_backward_key_value(
                     stride_query_head, stride_query_token, stride_grad_batch, stride_grad_head, stride_grad_token,
                     num_queries, width, value_width, MAP, BY_SUM, BLOCK, D, DV, D > 32 or M == 1,
                 )  # fmt: skip
-                b_grad_value = _value_gradient(
-                    b_grad_value, b_features, b_query, b_grad_out, o_j, p_query, PRECISION
-                )
+                b_grad_value = _value_gradient(b_grad_value, b_features, b_query, b_grad_out, o_j, p_query, PRECISION)
             else:
                 for g in range(group_size):
                     i_query_head = i_kv_head * group_size + g
@@ -354,9 +352,7 @@ def linear_backward_key_value(
         b_grad = tl.dot(b_value, b_rounded.T, input_precision=PRECISION) + b_total[None, :]
         if CAUSAL:
             if ONE_GROUP:
-                b_grad = _feature_gradient(
-                    b_grad, b_value, b_query, b_grad_out, b_delta, o_j, p_query, PRECISION
-                )
+                b_grad = _feature_gradient(b_grad, b_value, b_query, b_grad_out, b_delta, o_j, p_query, PRECISION)
                 b_total += tl.sum(b_query * b_delta[:, None], 0)
                 b_state = tl.dot(operand(b_query, p_query).T, b_grad_out, b_state, input_precision=PRECISION)
             else:
@@ -368,9 +364,7 @@ def linear_backward_key_value(
                         stride_grad_batch, stride_grad_head, stride_grad_token, num_queries, width, value_width,
                         MAP, BY_SUM, BLOCK, D, DV, D > 32 or M == 1,
                     )  # fmt: skip
-                    b_grad = _feature_gradient(
-                        b_grad, b_value, b_query, b_grad_out, b_delta, o_j, p_query, PRECISION
-                    )
+                    b_grad = _feature_gradient(b_grad, b_value, b_query, b_grad_out, b_delta, o_j, p_query, PRECISION)
                     b_total += tl.sum(b_query * b_delta[:, None], 0)
                     b_state = tl.dot(operand(b_query, p_query).T, b_grad_out, b_state, input_precision=PRECISION)
         if M <= 2:

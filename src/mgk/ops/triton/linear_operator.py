@@ -83,9 +83,7 @@ class _Plan(NamedTuple):
     def kernel(self, name: str) -> tuple[int, dict[str, Any], tuning.Tile]:
         """Blocks in a segment, constants and tile of one of the kernels."""
         width = max(self.options["D"], self.options["DV"])
-        tile = tuning.choose_linear_tile(
-            name, width, self.element_size, self.options["CAUSAL"], self.options["M"] > 1
-        )
+        tile = tuning.choose_linear_tile(name, width, self.element_size, self.options["CAUSAL"], self.options["M"] > 1)
         return self.tokens_per_segment // tile.columns, {**self.options, "BLOCK": tile.columns}, tile
 
 
