@@ -143,6 +143,9 @@ def attention_forward(
         b_normaliser += tl.load(p_level + i_kv)
     b_safe = (b_sum >= lowest_sum) & (b_sum <= highest_sum)
     b_normaliser = tl.where(b_safe, b_normaliser * 0.6931471805599453, float("nan"))
+    # Where there is nothing to see, 0 is right: padding would else be repaired.
+    b_normaliser = tl.where(end_key > first_key, b_normaliser, float("-inf"))
+    b_sum = tl.where(end_key > first_key, b_sum, 1.0)
     tl.store(p_normaliser + o_i, b_normaliser, mask=o_i < num_queries)
     b_out = b_out * (keep_scale / b_sum)[:, None]
     d_out.store([i_batch, i_query_head, o_first, 0], b_out.to(b_query.dtype).reshape(1, 1, BLOCK_I, DV))
