@@ -10,6 +10,7 @@ from triton_cases import (
     BACKEND,
     BFLOAT16,
     FLOAT32,
+    INTERPRETED,
     ONE_DTYPE,
     attend,
     gradients_of,
@@ -19,6 +20,8 @@ from triton_cases import (
 )
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
+PADDED_BLOCK = 16 if INTERPRETED else 128
+"""As many rows as any block has."""
 
 SHAPES = [
     {},
@@ -65,6 +68,27 @@ def test_flops_need_no_data():
     with FlopCounterMode(display=False) as counter:
         attend(inputs)
     assert counter.get_flop_counts()["Global"][torch.ops.mgk.fused_attention] == 2 * 2 * 2 * 1024**2 * 128
+
+
+@pytest.mark.skipif(BACKEND != "triton", reason="looks at what the fused kernels leave to be repaired")
+@every_kind
+def test_padding_is_not_repaired(kind, device, monkeypatch):
+    from mgk.ops.triton import forward, operator
+
+    left, launch = [], operator.launch
+
+    def look_and_launch(kernel, programs, arguments, *rest):
+        if kernel is forward.attention_repair:
+            normaliser = arguments[kernel.arg_names.index("p_normaliser")]
+            left.append(int(normaliser.isnan().sum()))
+        return launch(kernel, programs, arguments, *rest)
+
+    monkeypatch.setattr(operator, "launch", look_and_launch)
+    length = 3 * PADDED_BLOCK
+    inputs = make_inputs(kind=kind, batch=2, heads=2, queries=length, dim=16, dtype=ONE_DTYPE, device=device)
+    valid = torch.arange(length, device=device) < torch.tensor([[PADDED_BLOCK // 3], [length]], device=device)
+    attend({**inputs, "key_mask": valid, "query_mask": valid})
+    assert left == [0]
 
 
 @pytest.mark.gpu
