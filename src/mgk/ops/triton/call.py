@@ -113,8 +113,7 @@ class Call(TermsLayout):
         self.key_range = self.query_range = None
         # Packed sequences have spans instead, each its own.
         if query_spans is None and (key_mask is not None or query_mask is not None):
-            self.key_range = valid_range(key_mask, self.batch, self.keys, query)
-            self.query_range = valid_range(query_mask, self.batch, self.queries, query)
+            self.key_range, self.query_range = self._valid_ranges(key_mask, query_mask)
         self.row_key = self.column_key = None
         if seed is not None:
             self.row_key = self._random_keys(self.batch * self.heads * self.padded_queries, 0)
@@ -211,6 +210,21 @@ class Call(TermsLayout):
         launch(preparation.random_keys, count_blocks(count, BLOCK), arguments, {"BLOCK": BLOCK}, SMALL)
         return keys
 
+    def _valid_ranges(self, key_mask: Tensor | None, query_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        ranges = torch.empty(2, self.batch, 2, dtype=torch.int32, device=self.device)
+        block = 64 if tuning.is_interpreted() else 4 * BLOCK
+        launch(
+            preparation.valid_ranges,
+            2 * self.batch,
+            (
+                None if key_mask is None else key_mask.contiguous(),
+                None if query_mask is None else query_mask.contiguous(), ranges, self.keys, self.queries, self.batch,
+            ),
+            {"HAS_KEY_MASK": key_mask is not None, "HAS_QUERY_MASK": query_mask is not None, "BLOCK": block},
+            tuning.Tile(0, 0, 4, 1),
+        )  # fmt: skip
+        return ranges[0], ranges[1]
+
     def tile(self, name: str) -> tuning.Tile:
         """Of the kernel called ``name``."""
         return tuning.choose_tile(self.kernel(name), self.device)
@@ -245,14 +259,3 @@ def scales_of(problem: MixtureProblem) -> tuple[float, Tensor | None]:
     if isinstance(problem.variance, float):
         return 1.0 / problem.variance, None
     return 1.0, problem.variance.float().reciprocal()
-
-
-def valid_range(mask: Tensor | None, batch: int, length: int, like: Tensor) -> Tensor:
-    """First valid position and one past the last, ``int32 [B, 2]``; ``(0, 0)`` where nothing is valid."""
-    if mask is None:
-        ends = torch.full((batch, 2), length, dtype=torch.int32, device=like.device)
-        ends[:, 0] = 0
-        return ends
-    marks = mask.to(torch.int32)
-    first, last = marks.argmax(-1), length - marks.flip(-1).argmax(-1)
-    return torch.stack([first, last], dim=-1).masked_fill(~mask.any(-1, keepdim=True), 0).to(torch.int32)

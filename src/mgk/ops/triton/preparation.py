@@ -1,4 +1,5 @@
-"""Small kernels that run before the large ones: terms of the logits in units of log 2, and random numbers for dropout.
+"""Small kernels that run before the large ones: terms of the logits in units of log 2, ranges of valid tokens, and
+random numbers for dropout.
 
 logit[i,j,r] = scale[r] q_i . k_jr + row[i,r] + column[j,r]
 
@@ -186,6 +187,40 @@ def _row_terms(
                 b_ratio = safe_ratio(b_row - b_first, limit)
                 tl.store(p_alpha + i_head.to(tl.int64) * padded_queries + o_i, b_ratio)
                 mark_wide(p_wide, i_kv, b_ratio)
+
+
+@triton.jit(do_not_specialize=["num_keys", "num_queries", "num_samples"])
+def valid_ranges(
+    p_key_mask, p_query_mask, p_ranges, num_keys, num_queries, num_samples,
+    HAS_KEY_MASK: tl.constexpr, HAS_QUERY_MASK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program for the keys of one sample and, after those, one for its queries: the first valid position and one
+    past the last, ``int32 [2, B, 2]``; ``(0, 0)`` where nothing is valid."""
+    i_sample = tl.program_id(0) % num_samples
+    p_ranges += 2 * tl.program_id(0)
+    if tl.program_id(0) < num_samples:
+        _valid_range(p_key_mask, p_ranges, i_sample, num_keys, HAS_KEY_MASK, BLOCK)
+    else:
+        _valid_range(p_query_mask, p_ranges, i_sample, num_queries, HAS_QUERY_MASK, BLOCK)
+
+
+@triton.jit
+def _valid_range(p_mask, p_range, i_sample, length, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr):
+    if HAS_MASK:
+        p_mask += i_sample.to(tl.int64) * length
+        b_first = tl.full([BLOCK], 0, tl.int32) + length
+        b_end = tl.zeros([BLOCK], tl.int32)
+        for o_first in range(0, length, BLOCK):
+            o_token = o_first + tl.arange(0, BLOCK)
+            b_valid = tl.load(p_mask + o_token, mask=o_token < length, other=0) != 0
+            b_first = tl.minimum(b_first, tl.where(b_valid, o_token, length))
+            b_end = tl.maximum(b_end, tl.where(b_valid, o_token + 1, 0))
+        end = tl.max(b_end, 0)
+        tl.store(p_range, tl.minimum(tl.min(b_first, 0), end))
+        tl.store(p_range + 1, end)
+    else:
+        tl.store(p_range, 0)
+        tl.store(p_range + 1, length)
 
 
 @triton.jit(do_not_specialize=["count", "stream"])
