@@ -75,12 +75,29 @@ def make(kind, queries=70, dim=32, **changes):
     return tensors, options
 
 
-def forward(tensors, options, run=operator.run_forward):
-    return run(*tensors, *[None] * 7, *options)
+NOTHING = (None,) * 7
+"""In place of variances, masks, a seed and spans."""
 
 
-def backward(results, tensors, options, grad, run=operator.run_backward):
-    return run(grad, None, *results, *tensors, *[None] * 7, *options)
+def forward(tensors, options, run=operator.run_forward, others=NOTHING):
+    return run(*tensors, *others, *options)
+
+
+def backward(results, tensors, options, grad, run=operator.run_backward, others=NOTHING):
+    return run(grad, None, *results, *tensors, *others, *options)
+
+
+def one_mask():
+    mask = torch.arange(70).expand(2, -1) < torch.tensor([[70], [31]])
+    return (None, None, mask, mask, None, None, None)
+
+
+def two_masks_and_dropout():
+    mask = torch.arange(70).expand(2, -1) < torch.tensor([[70], [31]])
+    return (None, None, mask, mask.clone(), torch.randint(2**62, (1,)), None, None)
+
+
+OTHERS = {"nothing": lambda: NOTHING, "one mask": one_mask, "two masks and dropout": two_masks_and_dropout}
 
 
 def in_names(starts, known):
@@ -112,6 +129,7 @@ def named(tensors, names):
 
 
 INPUTS = ("query", "key", "value", "shift", "log_prior")
+BESIDE = ("variance", "attn_mask", "key_mask", "query_mask", "seed", "query_spans", "key_spans")
 OUTPUTS = ("out", "normaliser", "terms")
 GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_shift", "grad_prior", "grad_scales")
 
@@ -140,7 +158,8 @@ def with_tensors(starts, held):
 def held(monkeypatch):
     """All buffers that are allocated meanwhile stay alive, so that no address is used twice."""
     kept = []
-    for module, name in ((torch, "empty_strided"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+    functions = (torch, "empty"), (torch, "empty_strided"), (torch, "empty_like"), (torch.Tensor, "new_empty")
+    for module, name in functions:
         allocate = getattr(module, name)
 
         def keep(*args, allocate=allocate, **kwargs):
@@ -152,35 +171,58 @@ def held(monkeypatch):
 
 
 @every_kind
-def test_replayed_is_anew(kind, log, held):
+@pytest.mark.parametrize("beside", list(OTHERS))
+def test_replayed_is_anew(kind, beside, log, held):
     """Forward and backward, on other tensors than those that were recorded."""
     first, options = make(kind)
+    options = (*options[:4], 0.1 if "dropout" in beside else 0.0)
     grad = torch.randn(2, 4, 70, 32).to(torch.bfloat16)
-    backward(forward(first, options), first, options, grad)
+    others = OTHERS[beside]()
+    backward(forward(first, options, others=others), first, options, grad, others=others)
     assert [recording is not None for recording in replay._recordings.values()] == [True, True]
 
     second, _ = make(kind)
     grad = torch.randn(2, 4, 70, 32).to(torch.bfloat16)
+    others = OTHERS[beside]()
+    given = [tensor for tensor in (*second, *others) if tensor is not None]
+    inputs = named((*second, *others), (*INPUTS, *BESIDE))
     log.clear()
-    results = forward(second, options)
-    replayed = with_tensors(log, [*held, *(t for t in second if t is not None)])
-    known = named(second, INPUTS) | named(results, OUTPUTS)
+    results = forward(second, options, others=others)
+    replayed = with_tensors(log, [*held, *given])
+    known = inputs | named(results, OUTPUTS)
     again = in_names(replayed, known)
     log.clear()
-    anew_results = forward(second, options, operator._run_forward)
-    assert again == in_names(log, named(second, INPUTS) | named(anew_results, OUTPUTS))
-    assert len(log) == 3
+    anew_results = forward(second, options, operator._run_forward, others)
+    assert again == in_names(log, inputs | named(anew_results, OUTPUTS))
+    assert len(log) == {"nothing": 3, "one mask": 4, "two masks and dropout": 6}[beside]
 
     log.clear()
-    gradients = backward(results, second, options, grad)
+    gradients = backward(results, second, options, grad, others=others)
     known = known | {"grad": grad} | named(gradients, GRADIENTS)
-    again = in_names(with_tensors(log, [*held, grad, *(t for t in second if t is not None)]), known)
+    again = in_names(with_tensors(log, [*held, grad, *given]), known)
     log.clear()
-    anew = backward(results, second, options, grad, operator._run_backward)
+    anew = backward(results, second, options, grad, operator._run_backward, others)
     known = {name: tensor for name, tensor in known.items() if not name.startswith("grad_")} | named(anew, GRADIENTS)
     assert again == in_names(log, known)
     for got, expected in zip((*results, *gradients), (*anew_results, *anew), strict=True):
         assert (got.shape, got.stride(), got.dtype) == (expected.shape, expected.stride(), expected.dtype)
+
+
+def test_one_mask_for_both_is_not_two(log):
+    """Each is recorded for itself: the addresses of one stand where those of two would."""
+    tensors, options = make("mgk")
+    one = one_mask()
+    forward(tensors, options, others=one)
+    forward(tensors, options, others=(*one[:3], one[3].clone(), *one[4:]))
+    assert len(replay._recordings) == 2
+
+
+def test_a_mask_that_must_be_copied_is_not_recorded(log):
+    tensors, options = make("mgk")
+    mask = torch.ones(70, 2, dtype=torch.bool).T
+    for _ in range(2):
+        forward(tensors, options, others=(None, None, mask, None, None, None, None))
+    assert list(replay._recordings.values()) == [None]
 
 
 def test_the_flag_of_wide_heads_is_cleared(log):
@@ -225,12 +267,12 @@ def test_another_layout_is_another_recording(log):
     assert len(replay._recordings) == 2
 
 
-@pytest.mark.parametrize("other", range(7))
-def test_masks_and_the_like_are_thought_through(other, log):
-    """They need more than kernels."""
+@pytest.mark.parametrize("other", ["variance", "attn_mask", "query_spans", "key_spans"])
+def test_what_hardly_comes_again_is_thought_through(other, log):
+    """And what needs more than kernels."""
     tensors, options = make("mgk")
     others = [None] * 7
-    others[other] = torch.ones(1)
+    others[BESIDE.index(other)] = torch.ones(1)
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operator, "_run_forward", lambda *inputs: seen.append(inputs))

@@ -427,20 +427,22 @@ fused_attention_backward.register_autograd(_refuse_second_order)
 
 def run_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`_run_forward`, again if it has been run for such inputs before."""
-    query, key, value, shift, log_prior = tensors = inputs[:5]
-    if any(other is not None for other in inputs[5:12]) or not replay.is_possible(query.device):
+    query, key, value, shift, log_prior = mixture = inputs[:5]
+    others, options = inputs[5:12], inputs[12:]
+    if _needs_thought(*others) or not replay.is_possible(query.device):
         return _run_forward(*inputs)
-    options = inputs[12:]
+    added, kind = _added(*others)
 
     def zeroed() -> tuple[int, int, int] | None:
-        layout = TermsLayout(query, key, shift, log_prior, None, None, options[1], options[3])
+        layout = TermsLayout(query, key, shift, log_prior, None, others[2], options[1], options[3])
         sizes = layout.sizes()
         first = sum(sizes[name] for name in ("row", "alpha", "column", "rho", "origin"))
         return (2, first, first + sizes["wide"]) if layout.factored else None
 
+    tensors = (*mixture, *added)
     return replay.once(  # type: ignore[return-value]
-        lambda: _run_forward(*inputs), replay.signature_of(tensors, ("forward", *options)), tensors, query.device,
-        is_plain=lambda: _is_plain(query, key, value, shift), zeroed=zeroed,
+        lambda: _run_forward(*inputs), replay.signature_of(tensors, ("forward", kind, *options)), tensors,
+        query.device, is_plain=lambda: _is_plain(query, key, value, shift, *added), zeroed=zeroed,
     )  # fmt: skip
 
 
@@ -448,23 +450,41 @@ def run_backward(grad_out: Tensor, grad_normaliser: Tensor | None, *saved_and_op
     """:func:`_run_backward`, likewise."""
     saved, others, options = saved_and_options[:8], saved_and_options[8:15], saved_and_options[15:]
     _, _, _, query, key, value, shift, log_prior = saved
-    others_given = any(other is not None for other in (grad_normaliser, *others))
-    if others_given or not replay.is_possible(query.device):
+    if grad_normaliser is not None or _needs_thought(*others) or not replay.is_possible(query.device):
         return _run_backward(grad_out, grad_normaliser, *saved_and_options)
+    added, kind = _added(*others)
 
     def is_plain() -> bool:
         one_gradient = shift is None or shift.shape[1] <= 2
         by_head = log_prior is None or log_prior.shape[2] == 1
-        return one_gradient and by_head and aligned(grad_out) is grad_out and _is_plain(query, key, value, shift)
+        is_read = aligned(grad_out) is grad_out and _is_plain(query, key, value, shift, *added)
+        return one_gradient and by_head and is_read
 
-    tensors = (grad_out, *saved)
+    tensors = (grad_out, *saved, *added)
     return replay.once(
         lambda: _run_backward(grad_out, None, *saved_and_options),
-        replay.signature_of(tensors, ("backward", *options)), tensors, query.device, is_plain=is_plain,
+        replay.signature_of(tensors, ("backward", kind, *options)), tensors, query.device, is_plain=is_plain,
     )  # fmt: skip
 
 
-def _is_plain(query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None) -> bool:
+def _needs_thought(
+    scales: Tensor | None, attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None,
+    seed: Tensor | None, query_spans: Tensor | None, key_spans: Tensor | None,
+) -> bool:  # fmt: skip
+    """Whether more than kernels works on what a call has beside the mixture, or it hardly comes again."""
+    return any(other is not None for other in (scales, attn_mask, query_spans, key_spans))
+
+
+def _added(
+    scales: Tensor | None, attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None,
+    seed: Tensor | None, *spans: Tensor | None,
+) -> tuple[tuple[Tensor | None, ...], bool]:  # fmt: skip
+    """The other tensors that such a call may have, each once, and whether one mask is that of keys and of queries."""
+    is_shared = key_mask is not None and query_mask is key_mask
+    return (key_mask, None if is_shared else query_mask, seed), is_shared
+
+
+def _is_plain(query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, *others: Tensor | None) -> bool:
     """Whether the kernels read these tensors as they are, and write what has their width."""
     keys = key.flatten(1, 2)
     read = [query, keys, value]
@@ -472,6 +492,7 @@ def _is_plain(query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None) -
         keys.data_ptr() == key.data_ptr()
         and all(aligned(tensor) is tensor and aligned_width(tensor) == tensor.shape[-1] for tensor in read)
         and (shift is None or (shift.dtype == torch.float32 and shift.is_contiguous()))
+        and all(other is None or other.is_contiguous() for other in others)
     )
 
 
