@@ -1,5 +1,8 @@
 """Settings that hold for every test."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from cases import DEVICE
@@ -11,6 +14,26 @@ torch.set_num_threads(1)
 @pytest.fixture
 def device() -> torch.device:
     return DEVICE
+
+
+@pytest.fixture
+def run_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., Any]:
+    """``mgk`` in this process, since torch takes seconds to import: what it printed."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("MGK_DATA", raising=False)
+
+    def run(*arguments: object, code: int = 0) -> Any:
+        from mgk.cli import main
+
+        monkeypatch.setattr("sys.argv", ["mgk", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main()
+        printed = capsys.readouterr()
+        assert (stop.value.code or 0) == code, printed.err
+        return printed
+
+    return run
 
 
 @pytest.fixture(autouse=True)

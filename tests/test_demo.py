@@ -1,5 +1,6 @@
 """`mgk demo`, as a user runs it: a short one here, the whole one where there is time."""
 
+import functools
 import json
 import os
 import re
@@ -14,7 +15,6 @@ import torch
 from rich.console import Console
 
 from mgk.analysis import attention_maps
-from mgk.cli import main
 from mgk.data import baselines, listops
 from mgk.demo import ROWS, make_report, train_side_by_side
 from mgk.training.tracking import METRICS, read_curves
@@ -31,21 +31,10 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture
-def demo(cache, monkeypatch, capsys):
-    """The command in this process: what it printed."""
+def demo(cache, monkeypatch, run_command):
+    """The command: what it printed."""
     monkeypatch.setenv("MGK_CACHE", str(cache))
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments, code=0):
-        monkeypatch.setattr("sys.argv", ["mgk", "demo", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main()
-        printed = capsys.readouterr()
-        assert (stop.value.code or 0) == code, printed.err
-        return printed
-
-    return run
+    return functools.partial(run_command, "demo")
 
 
 @pytest.fixture(scope="module")

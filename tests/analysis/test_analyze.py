@@ -15,7 +15,6 @@ import yaml
 from training_cases import make_corpus, make_values
 from transformers import BertConfig, BertModel
 
-from mgk.cli import main
 from mgk.commands.analyze import corpus_batch, open_subject
 from mgk.models import (
     MGKForCausalLM,
@@ -31,31 +30,13 @@ LISTS = {"train": 40, "valid": 12, "test": 12, "minimum": 5, "maximum": 24}
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "head_dim": 8, "intermediate_size": 16, "num_hidden_layers": 1}
 
 
-def run(monkeypatch, capsys, *arguments, code=0):
-    """What the command prints, in this process."""
-    monkeypatch.setattr("sys.argv", ["mgk", *map(str, arguments)])
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        main()
-    printed = capsys.readouterr()
-    assert (stop.value.code or 0) == code, printed.err
-    return printed
-
-
-@pytest.fixture
-def mgk_command(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.delenv("MGK_DATA", raising=False)
-    return lambda *arguments, code=0: run(monkeypatch, capsys, *arguments, code=code)
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     return tmp_path_factory.mktemp("place")
 
 
 @pytest.fixture
-def trained(place, monkeypatch, mgk_command):
+def trained(place, monkeypatch, run_command):
     """The folder of a tiny run, trained once."""
     monkeypatch.setenv("MGK_CACHE", str(place / "cache"))
     folder = place / "run"
@@ -66,7 +47,7 @@ def trained(place, monkeypatch, mgk_command):
         )  # fmt: skip
         del values["name"]
         (place / "tiny.yaml").write_text(yaml.safe_dump({"title": "A tiny one", **values}))
-        mgk_command("train", place / "tiny.yaml", "--to", folder, "--device", "cpu")
+        run_command("train", place / "tiny.yaml", "--to", folder, "--device", "cpu")
     return folder
 
 
@@ -84,8 +65,8 @@ def refused(printed, message):
     assert message in printed.err
 
 
-def test_analyze_a_run(trained, tmp_path, mgk_command):
-    printed = mgk_command("analyze", trained, "--to", tmp_path / "here", "--samples", "3", "--device", "cpu")
+def test_analyze_a_run(trained, tmp_path, run_command):
+    printed = run_command("analyze", trained, "--to", tmp_path / "here", "--samples", "3", "--device", "cpu")
     assert "effective rank" in printed.out
     assert "layer 1" in printed.out
     pictures = sorted((tmp_path / "here").glob("*.png"))
@@ -108,10 +89,10 @@ def test_analyze_a_run(trained, tmp_path, mgk_command):
     assert torch.allclose(torch.tensor(prior), weights.detach(), atol=1e-6)
 
 
-def test_the_usual_place_is_beside_the_model(tmp_path, mgk_command, monkeypatch):
+def test_the_usual_place_is_beside_the_model(tmp_path, run_command, monkeypatch):
     monkeypatch.setattr("mgk.analysis.draw_all", lambda findings, folder: [])
     folder = save(MGKForSequenceClassification, tmp_path / "model", attention="mlk", max_position_embeddings=32)
-    printed = mgk_command("analyze", folder, "--queries", "8")
+    printed = run_command("analyze", folder, "--queries", "8")
     assert "1 x 32 random tokens, since no data of it is at hand" in printed.out
     assert "left out: density: a density needs Gaussian keys, got linear attention in layer 1" in printed.out
     content = json.loads((folder / "analysis" / "analysis.json").read_text())
@@ -170,55 +151,55 @@ def test_batches_of_every_kind_of_corpus(task, tmp_path):
         corpus_batch(model.config, config, corpus, "test", 10**6, None)
 
 
-def test_folders_that_hold_no_model_of_ours(tmp_path, mgk_command):
-    refused(mgk_command("analyze", tmp_path / "none", code=1), "or of a saved model, got no such folder")
-    refused(mgk_command("analyze", tmp_path, code=1), "or of a saved model (config.json), got neither there")
+def test_folders_that_hold_no_model_of_ours(tmp_path, run_command):
+    refused(run_command("analyze", tmp_path / "none", code=1), "or of a saved model, got no such folder")
+    refused(run_command("analyze", tmp_path, code=1), "or of a saved model (config.json), got neither there")
     other = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
     BertModel(other).save_pretrained(tmp_path / "bert")
-    refused(mgk_command("analyze", tmp_path / "bert", code=1), "must hold a model of mgk, got model_type 'bert'")
+    refused(run_command("analyze", tmp_path / "bert", code=1), "must hold a model of mgk, got model_type 'bert'")
 
 
-def test_damaged_models(tmp_path, mgk_command):
+def test_damaged_models(tmp_path, run_command):
     folder = save(MGKForSequenceClassification, tmp_path / "model")
     weights, config = folder / "model.safetensors", folder / "config.json"
     content, settings = weights.read_bytes(), config.read_text()
     weights.write_bytes(content[: len(content) // 2])
-    refused(mgk_command("analyze", folder, code=1), "must hold safetensors, got a damaged or foreign file")
+    refused(run_command("analyze", folder, code=1), "must hold safetensors, got a damaged or foreign file")
     weights.unlink()
-    refused(mgk_command("analyze", folder, code=1), "must hold the weights of the model, model.safetensors, got none")
+    refused(run_command("analyze", folder, code=1), "must hold the weights of the model, model.safetensors, got none")
     config.write_text(settings[:20])
-    refused(mgk_command("analyze", folder, code=1), "config.json must be the JSON of a model, got")
+    refused(run_command("analyze", folder, code=1), "config.json must be the JSON of a model, got")
     config.write_text(settings.replace("MGKForSequenceClassification", "Path"))
-    refused(mgk_command("analyze", folder, code=1), "must name an architecture of mgk.models, got Path")
+    refused(run_command("analyze", folder, code=1), "must name an architecture of mgk.models, got Path")
 
 
-def test_damaged_runs(trained, tmp_path, mgk_command):
+def test_damaged_runs(trained, tmp_path, run_command):
     folder = tmp_path / "run"
     shutil.copytree(trained, folder)
     (folder / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
-    refused(mgk_command("analyze", folder, code=1), "must hold a measurement as JSON on each line, got 0")
+    refused(run_command("analyze", folder, code=1), "must hold a measurement as JSON on each line, got 0")
     for path in folder.glob("checkpoints/best-*/model.safetensors"):
         path.write_bytes(b"x" + path.read_bytes()[1:])
-    refused(mgk_command("analyze", folder, code=1), "must hold the best model of a run, got none (skipped the damaged")
+    refused(run_command("analyze", folder, code=1), "must hold the best model of a run, got none (skipped the damaged")
     shutil.rmtree(folder / "checkpoints")
     refused(
-        mgk_command("analyze", folder, code=1), "must hold the best model of a run, got none: has it validated yet?"
+        run_command("analyze", folder, code=1), "must hold the best model of a run, got none: has it validated yet?"
     )
 
 
-def test_bad_options(tmp_path, mgk_command):
+def test_bad_options(tmp_path, run_command):
     folder = save(MGKForSequenceClassification, tmp_path / "model")
     refused(
-        mgk_command("analyze", folder, "--text", tmp_path / "none", code=1), "--text must be a file that can be read"
+        run_command("analyze", folder, "--text", tmp_path / "none", code=1), "--text must be a file that can be read"
     )
     (tmp_path / "short").write_text("ab")
     refused(
-        mgk_command("analyze", folder, "--text", tmp_path / "short", "--samples", "2", code=1),
+        run_command("analyze", folder, "--text", tmp_path / "short", "--samples", "2", code=1),
         "must hold at least two tokens for each of 2 samples, got 2",
     )
     small = save(MGKForSequenceClassification, tmp_path / "small", vocab_size=61)
     refused(
-        mgk_command("analyze", small, "--text", tmp_path / "short", code=1),
+        run_command("analyze", small, "--text", tmp_path / "short", code=1),
         "--text needs a vocabulary of 256 or more to read bytes, or a tokenizer, got 61",
     )
 

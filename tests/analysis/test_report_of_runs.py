@@ -1,6 +1,7 @@
 """`mgk report`: runs of every kind on one page, and what is said where something is missing or damaged."""
 
 import dataclasses
+import functools
 import json
 import math
 import shlex
@@ -19,7 +20,6 @@ from mgk.analysis.report.comparison import compare_runs
 from mgk.analysis.report.examples import find_examples
 from mgk.analysis.report.run import read_run
 from mgk.analysis.saved_model import load_model
-from mgk.cli import main
 from mgk.data import open_corpus
 from mgk.training.configuration import RunConfig, from_mapping, merge, to_mapping
 from mgk.training.corpora import default_folder
@@ -76,20 +76,10 @@ def broken(finished, tmp_path):
 
 
 @pytest.fixture
-def mgk_report(cache, monkeypatch, capsys, tmp_path):
-    """The command in this process, in an empty folder: what it printed."""
+def mgk_report(cache, monkeypatch, run_command, tmp_path):
+    """The command in an empty folder: what it printed."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments, code=0):
-        monkeypatch.setattr("sys.argv", ["mgk", "report", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main()
-        printed = capsys.readouterr()
-        assert (stop.value.code or 0) == code, printed.err
-        return printed
-
-    return run
+    return functools.partial(run_command, "report")
 
 
 def result_of(folder):

@@ -40,23 +40,11 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture
-def mgk_command(tmp_path, cache, monkeypatch, capsys):
-    """The command in this process, in an empty folder: its exit code, and what it printed."""
+def mgk_command(tmp_path, cache, monkeypatch, run_command):
+    """The command in an empty folder: what it printed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MGK_CACHE", str(cache))
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.delenv("MGK_DATA", raising=False)
-
-    def run(*arguments, code=0):
-        monkeypatch.setattr("sys.argv", ["mgk", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main()
-        printed = capsys.readouterr()
-        assert (stop.value.code or 0) == code, printed.err
-        return printed
-
-    return run
+    return run_command
 
 
 def write_recipe(path, task="classification", **changes):
