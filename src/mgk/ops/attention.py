@@ -253,7 +253,10 @@ def mixture_responsibilities(
 def without_autocast(problem: MixtureProblem) -> AbstractContextManager[object]:
     """The backends choose every dtype themselves."""
     device_type = problem.query.device.type
-    return nullcontext() if device_type == "meta" else torch.autocast(device_type, enabled=False)
+    # To enter a context costs the host more than to ask.
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def _with_centred_dot_products(problem: MixtureProblem) -> MixtureProblem:

@@ -211,12 +211,9 @@ def _is_fused_best(problem: LinearProblem, wants_state: bool) -> bool:
 
 
 def _attend_fused(problem: LinearProblem, wants_state: bool) -> tuple[Tensor, Any]:
-    mixture = problem.mixture
-    reason = _fused_unsupported(problem, wants_state)
-    if reason is not None:
-        raise ValueError(f"backend='triton' cannot do {reason}: use 'auto', 'chunked' or 'reference'")
     from mgk.ops.triton import linear_operator
 
+    mixture = problem.mixture
     if wants_state:
         if mixture.is_empty:
             return _attend(problem, "chunked")
@@ -236,7 +233,12 @@ def _attend(problem: LinearProblem, backend: str, wants_state: bool = False) -> 
     mixture = problem.mixture
     if problem.state is not None:
         _check_state(problem)
-    if backend == "triton" or (backend == "auto" and _is_fused_best(problem, wants_state)):
+    if backend == "triton":
+        reason = _fused_unsupported(problem, wants_state)
+        if reason is not None:
+            raise ValueError(f"backend='triton' cannot do {reason}: use 'auto', 'chunked' or 'reference'")
+        return _attend_fused(problem, wants_state)
+    if backend == "auto" and _is_fused_best(problem, wants_state):
         return _attend_fused(problem, wants_state)
     implementation = linear_reference if backend == "reference" else linear_chunked
     with without_autocast(mixture):
