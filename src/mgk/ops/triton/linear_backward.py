@@ -76,6 +76,7 @@ def linear_backward_query(
         )  # fmt: skip
         b_grad_out = operand(b_grad_out, p_query)
         b_grad = tl.dot(b_grad_out, operand(b_state, p_query).T, input_precision=PRECISION)
+        # What each row has seen of ``z``.
         b_sums = tl.zeros([BLOCK, D], tl.float32) + b_total[None, :]
         if CAUSAL:
             b_features = merged_features(
