@@ -87,6 +87,11 @@ class _Plan(NamedTuple):
         return self.tokens_per_segment // tile.columns, {**self.options, "BLOCK": tile.columns}, tile
 
 
+def _segments_wanted(heads: int) -> int:
+    """So many that all of a large GPU is busy, and no more: every segment has a state in memory."""
+    return 2 if tuning.is_interpreted() else count_blocks(2 * PROGRAMS, heads)
+
+
 def _plan(
     length: int, heads: int, query: Tensor, key: Tensor, widths: tuple[int, int], shift: Tensor | None,
     log_prior: Tensor | None, key_mask: Tensor | None, is_causal: bool, by_sum: bool, feature_map: str,
@@ -95,8 +100,7 @@ def _plan(
     width, value_width = map(block_width, widths)
     unit = tuning.linear_unit()
     blocks = count_blocks(length, unit)
-    wanted = 2 if tuning.is_interpreted() else count_blocks(2 * PROGRAMS, heads)
-    per_segment = max(1, count_blocks(blocks, max(1, min(wanted, blocks))))
+    per_segment = max(1, count_blocks(blocks, max(1, min(_segments_wanted(heads), blocks))))
     options = {
         "M": key.shape[2] if shift is None else shift.shape[1],
         "HAS_SHIFT": shift is not None,
