@@ -16,23 +16,37 @@ from torch import Tensor
 
 from mgk.analysis import canvas
 from mgk.analysis.attention_maps import PooledMaps
-from mgk.analysis.canvas import BLUE, GREEN, INK, ORANGE, PINK, SKY, YELLOW, show_grid
+from mgk.analysis.canvas import show_grid
 from mgk.analysis.curves import LearningCurves
 from mgk.analysis.density import QueryDensity
 from mgk.analysis.findings import Findings
 from mgk.analysis.mixture import LearnedMixture
+from mgk.analysis.panels import (
+    COLOURS,
+    IN_A_ROW,
+    LONG_NAME,
+    MOST_TICKS,
+    bars_by_head,
+    colorbar,
+    colour_of,
+    heads_shown,
+    heatmaps,
+    hide,
+    layer_colour,
+    name_heads,
+    new_figure,
+    new_grid,
+    panel_title,
+    show_frame,
+)
 from mgk.analysis.rank import AttentionRank
 from mgk.analysis.redundancy import HeadRedundancy
 from mgk.analysis.responsibilities import TokenResponsibilities
 from mgk.analysis.theorem import Approximation
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.colorbar import Colorbar
     from matplotlib.figure import Figure
 
-# No component, layer or run is the baseline here.
-COLOURS = (BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, INK)
 GREY = "#777777"
 # Many small panels need smaller letters.
 STYLE: Any = {
@@ -40,14 +54,6 @@ STYLE: Any = {
 }  # fmt: skip
 # Weights of an attention map that are drawn as the darkest, as a share of what every key would get.
 DARKEST = 1e-2
-# Heads that a picture shows side by side before it starts a new row.
-IN_A_ROW = 8
-# Panels of one picture, above which only the first heads of each layer are shown.
-MOST_PANELS = 48
-# Letters of a layer's name, above which it has a line of its own.
-LONG_NAME = 10
-# Heads on one axis, above which they have no numbers of their own.
-MOST_TICKS = 24
 
 
 def draw_all(findings: Findings, folder: Path) -> list[Path]:
@@ -92,7 +98,7 @@ def draw_maps(layers: Sequence[PooledMaps]) -> Figure:
     from matplotlib.ticker import LogFormatter
 
     heads = max(len(layer.weights) for layer in layers)
-    figure, grid = _grid(len(layers), heads, 1.9, 2.0, extra=(1.6, 0.9))
+    figure, grid = new_grid(len(layers), heads, 1.9, 2.0, extra=(1.6, 0.9))
     cells = torch.cat([layer.weights.flatten() for layer in layers])
     lowest, largest = max(float(cells.min()), DARKEST), max(float(cells.max()), 2 * DARKEST)
     norm = LogNorm(min(lowest, largest / 2), largest, clip=True)
@@ -104,14 +110,14 @@ def draw_maps(layers: Sequence[PooledMaps]) -> Figure:
                 weights.clamp(min=DARKEST).numpy(), norm=norm, cmap="cividis", aspect="auto", interpolation="nearest",
                 extent=(0, layer.num_keys, layer.num_queries, 0),
             )  # fmt: skip
-            _frame(axes)
-            axes.set_title(_title(layer.layer, head), fontsize=9)
+            show_frame(axes)
+            axes.set_title(panel_title(layer.layer, head), fontsize=9)
             if head == 0:
                 axes.set_ylabel("query position")
             if row == len(layers) - 1:
                 axes.set_xlabel("key position")
-        _hide(grid[row][len(layer.weights) :])
-    bar = _colorbar(figure, image, [axes for row in grid for axes in row], "weight, 1 = the same for every key")
+        hide(grid[row][len(layer.weights) :])
+    bar = colorbar(figure, image, [axes for row in grid for axes in row], "weight, 1 = the same for every key")
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     bar.ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
     figure.suptitle("Where each head looks")
@@ -120,11 +126,11 @@ def draw_maps(layers: Sequence[PooledMaps]) -> Figure:
 
 def draw_rank(layers: Sequence[AttentionRank]) -> Figure:
     """Singular values, and the three ranks of each head (the paper has histograms of the first: figures 2 and 7)."""
-    figure = _figure(11.5, 6.4)
+    figure = new_figure(11.5, 6.4)
     spectrum, *panels = (figure.add_subplot(2, 2, number) for number in range(1, 5))
     smallest = 1.0
     for number, layer in enumerate(layers):
-        colour = _layer_colour(number, len(layers))
+        colour = layer_colour(number, len(layers))
         for sample, heads in enumerate(layer.matrices):
             for head, matrix in enumerate(heads):
                 values = matrix.singular_values.clamp(min=1e-16).numpy()
@@ -147,7 +153,7 @@ def draw_rank(layers: Sequence[AttentionRank]) -> Figure:
     )
     names = ("rank", "numerical_rank", "effective_rank")
     for axes, title, name in zip(panels, titles, names, strict=True):
-        _bars_by_head(axes, [(layer.layer, _by_head(layer, name)) for layer in layers])
+        bars_by_head(axes, [(layer.layer, _by_head(layer, name)) for layer in layers])
         axes.set_title(title, loc="left")
         axes.set_ylabel(name.replace("_", " "))
     rows, whole = (_span([n for layer in layers for n in getattr(layer, of)]) for of in ("num_queries", "of_queries"))
@@ -167,8 +173,8 @@ def draw_redundancy(layers: Sequence[HeadRedundancy]) -> Figure:
     if is_crowded:
         side = 2.5
     lines = -(-len(layers) // columns)
-    figure, grid = _grid(2 * lines, columns, side, side + 0.4, extra=(1.5, 1.0))
-    _hide([axes for row in grid for axes in row])
+    figure, grid = new_grid(2 * lines, columns, side, side + 0.4, extra=(1.5, 1.0))
+    hide([axes for row in grid for axes in row])
     rows = (("distance", "Distance", "share of attention elsewhere"), ("similarity", "CKA", "linear CKA"))
     for number, layer in enumerate(layers):
         for row, (name, title, _) in enumerate(rows):
@@ -182,7 +188,7 @@ def draw_redundancy(layers: Sequence[HeadRedundancy]) -> Figure:
                         b, a, f"{value:.2f}", ha="center", va="center", color="black" if value > 0.6 else "white",
                         fontsize=8 if heads <= 8 else 6,
                     )  # fmt: skip
-            _frame(axes)
+            show_frame(axes)
             ticks = range(len(square))
             axes.set_xticks(ticks, [f"{tick + 1}" for tick in ticks])
             axes.set_yticks(ticks, [f"{tick + 1}" for tick in ticks])
@@ -191,7 +197,7 @@ def draw_redundancy(layers: Sequence[HeadRedundancy]) -> Figure:
             if number % columns == 0:
                 axes.set_ylabel("head")
     for line in range(2 * lines):
-        _colorbar(figure, grid[line][0].images[0], grid[line], rows[line % 2][2])
+        colorbar(figure, grid[line][0].images[0], grid[line], rows[line % 2][2])
     figure.suptitle("How alike heads are")
     return figure
 
@@ -199,7 +205,7 @@ def draw_redundancy(layers: Sequence[HeadRedundancy]) -> Figure:
 def draw_density(layers: Sequence[QueryDensity]) -> Figure:
     """NLL of the queries of each head under the mixture, each component alone, and one Gaussian."""
     heads = sum(len(layer.mixture) for layer in layers)
-    figure = _figure(min(max(7.0, 0.9 * heads + 2.0), 20.0), 4.2)
+    figure = new_figure(min(max(7.0, 0.9 * heads + 2.0), 20.0), 4.2)
     axes = figure.add_subplot()
     components = max(len(layer.components) for layer in layers)
     series = [
@@ -215,7 +221,7 @@ def draw_density(layers: Sequence[QueryDensity]) -> Figure:
         values = torch.cat(read).numpy()
         places = np.arange(len(values)) + (number - (len(series) - 1) / 2) * width
         axes.bar(places, values, width, color=colour, label=label)
-    _name_heads(axes, [(layer.layer, len(layer.mixture)) for layer in layers])
+    name_heads(axes, [(layer.layer, len(layer.mixture)) for layer in layers])
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_ylabel("negative log-likelihood, nats a query")
     axes.legend(ncols=2, loc="upper left", bbox_to_anchor=(0, 1.0))
@@ -229,10 +235,10 @@ def draw_mixture(layers: Sequence[LearnedMixture]) -> Figure:
     """Priors, variances, and how far components are apart."""
     heads = sum(len(layer.prior) for layer in layers)
     if heads <= MOST_TICKS // 2:
-        figure = _figure(max(11.0, 1.5 * heads), 3.9)
+        figure = new_figure(max(11.0, 1.5 * heads), 3.9)
         priors, variances, distances = (figure.add_subplot(1, 3, number) for number in (1, 2, 3))
     else:
-        figure = _figure(min(0.3 * heads + 4.0, 20.0), 9.0)
+        figure = new_figure(min(0.3 * heads + 4.0, 20.0), 9.0)
         priors, variances, distances = (figure.add_subplot(3, 1, number) for number in (1, 2, 3))
     names = [(layer.layer, len(layer.prior)) for layer in layers]
     components = max(layer.prior.shape[1] for layer in layers)
@@ -244,8 +250,8 @@ def draw_mixture(layers: Sequence[LearnedMixture]) -> Figure:
                 continue
             values = torch.cat([each[:, number] for each in read]).numpy()
             places = np.arange(len(values)) + (number - (components - 1) / 2) * width
-            axes.bar(places, values, width, color=_colour(number), label=f"component {number + 1}")
-        _name_heads(axes, names)
+            axes.bar(places, values, width, color=colour_of(number), label=f"component {number + 1}")
+        name_heads(axes, names)
         axes.set_ylabel(name)
     priors.axhline(1 / components, color=GREY, linestyle="--", linewidth=1)
     priors.set_ylim(0, 1)
@@ -264,7 +270,7 @@ def draw_mixture(layers: Sequence[LearnedMixture]) -> Figure:
     if apart:
         distances.bar(heads_at - 0.2, torch.cat(apart).numpy(), 0.4, color=COLOURS[2], label="between components")
     distances.bar(heads_at + 0.2, spread, 0.4, color="#bbbbbb", label="token from mean token")
-    _name_heads(distances, names)
+    name_heads(distances, names)
     distances.set_ylabel("Euclidean distance of keys")
     distances.set_title("How far keys are apart", loc="left")
     distances.legend(loc="upper left")
@@ -276,27 +282,29 @@ def draw_mixture(layers: Sequence[LearnedMixture]) -> Figure:
 
 def draw_keys(layers: Sequence[LearnedMixture]) -> Figure:
     """Keys of the first tokens, each component of each head (figure 14 of the paper)."""
-    heads, note = _shown([len(layer.prior) for layer in layers], max(layer.keys.shape[1] for layer in layers))
+    heads, note = heads_shown([len(layer.prior) for layer in layers], max(layer.keys.shape[1] for layer in layers))
     panels = [
-        (_title(layer.layer, head, number if len(keys) > 1 else None), each.numpy())
+        (panel_title(layer.layer, head, number if len(keys) > 1 else None), each.numpy())
         for layer in layers
         for head, keys in enumerate(layer.keys[:heads])
         for number, each in enumerate(keys)
     ]
     title = f"Keys of the first {layers[0].keys.shape[2]} tokens{note}"
-    return _heatmaps(panels, title, "coordinate", "token", "key")
+    return heatmaps(panels, title, "coordinate", "token", "key")
 
 
 def draw_projections(layers: Sequence[LearnedMixture]) -> Figure:
     """The weights that make the keys, inputs by coordinates (figure 13 of the paper)."""
-    heads, note = _shown([len(layer.prior) for layer in layers], max(layer.projection.shape[1] for layer in layers))
+    heads, note = heads_shown(
+        [len(layer.prior) for layer in layers], max(layer.projection.shape[1] for layer in layers)
+    )
     panels = [
-        (_title(layer.layer, head, number if len(each) > 1 else None), one.T.numpy())
+        (panel_title(layer.layer, head, number if len(each) > 1 else None), one.T.numpy())
         for layer in layers
         for head, each in enumerate(layer.projection[:heads])
         for number, one in enumerate(each)
     ]
-    return _heatmaps(panels, f"Key projections{note}", "coordinate of the key", "input", "weight")
+    return heatmaps(panels, f"Key projections{note}", "coordinate of the key", "input", "weight")
 
 
 def draw_shifts(layers: Sequence[LearnedMixture]) -> Figure:
@@ -307,7 +315,7 @@ def draw_shifts(layers: Sequence[LearnedMixture]) -> Figure:
     heads, components, _ = shifts[0][1].shape
     columns = min(2 if len(shifts) <= 6 else 4, len(shifts))
     lines = -(-len(shifts) // columns)
-    figure, grid = _grid(
+    figure, grid = new_grid(
         lines, columns, 5.2 if columns <= 2 else 4.0, 0.22 * heads * components + 0.9, extra=(1.2, 0.6)
     )
     largest = max(float(shift.abs().max()) for _, shift in shifts) or 1.0
@@ -318,7 +326,7 @@ def draw_shifts(layers: Sequence[LearnedMixture]) -> Figure:
             shift.flatten(0, 1).numpy(), vmin=-largest, vmax=largest, cmap="PuOr", aspect="auto",
             interpolation="nearest",
         )  # fmt: skip
-        _frame(axes)
+        show_frame(axes)
         for head in range(1, heads):
             axes.axhline(head * components - 0.5, color="black", linewidth=0.8)
         rows = [f"head {head + 1}, {r + 1}" for head in range(heads) for r in range(components)]
@@ -326,15 +334,15 @@ def draw_shifts(layers: Sequence[LearnedMixture]) -> Figure:
         axes.set_title(name)
         if number + columns >= len(shifts):
             axes.set_xlabel("coordinate of the key")
-    _hide([axes for row in grid for axes in row][len(shifts) :])
-    _colorbar(figure, image, [axes for row in grid for axes in row], "shift")
+    hide([axes for row in grid for axes in row][len(shifts) :])
+    colorbar(figure, image, [axes for row in grid for axes in row], "shift")
     figure.suptitle("Shifts of each head and component")
     return figure
 
 
 def draw_responsibilities(layers: Sequence[TokenResponsibilities]) -> Figure:
     """Which component answers, along the sequence: for each key, and for each query."""
-    heads, note = _shown([len(layer.mean) for layer in layers], 2)
+    heads, note = heads_shown([len(layer.mean) for layer in layers], 2)
     rows = [
         (layer, head, name)
         for layer in layers
@@ -343,7 +351,7 @@ def draw_responsibilities(layers: Sequence[TokenResponsibilities]) -> Figure:
     ]
     columns = 2
     lines = -(-len(rows) // columns)
-    figure = _figure(12.0, 1.15 * lines + 1.6)
+    figure = new_figure(12.0, 1.15 * lines + 1.6)
     components = layers[0].mean.shape[1]
     last = None
     for number, (layer, head, name) in enumerate(rows):
@@ -353,7 +361,7 @@ def draw_responsibilities(layers: Sequence[TokenResponsibilities]) -> Figure:
         bins = min(256, len(place))
         binned = F.adaptive_avg_pool1d(share.T, bins).numpy()
         at = F.adaptive_avg_pool1d(place.double()[None], bins)[0].numpy()
-        axes.stackplot(at, binned, colors=[_colour(each) for each in range(components)], linewidth=0)
+        axes.stackplot(at, binned, colors=[colour_of(each) for each in range(components)], linewidth=0)
         axes.set_ylim(0, 1)
         axes.set_xlim(float(at[0]), float(at[-1]) if len(at) > 1 else float(at[0]) + 1)
         axes.set_yticks([0, 0.5, 1])
@@ -378,7 +386,7 @@ def draw_curves(runs: Sequence[LearningCurves], *, log_scale: bool = False) -> F
     names = list(dict.fromkeys(name for run in runs for name in run.points))
     columns = min(3, len(names))
     lines = -(-len(names) // columns)
-    figure = _figure(4.0 * columns, 2.9 * lines + 0.5)
+    figure = new_figure(4.0 * columns, 2.9 * lines + 0.5)
     for number, name in enumerate(names):
         axes = figure.add_subplot(lines, columns, number + 1)
         for index, run in enumerate(runs):
@@ -386,7 +394,9 @@ def draw_curves(runs: Sequence[LearningCurves], *, log_scale: bool = False) -> F
             if points:
                 steps, values = zip(*points, strict=True)
                 mark = "o" if len(points) <= 40 else None
-                axes.plot(steps, values, color=_colour(index), linewidth=1.4, marker=mark, markersize=3, label=run.name)
+                axes.plot(
+                    steps, values, color=colour_of(index), linewidth=1.4, marker=mark, markersize=3, label=run.name
+                )
         if log_scale:
             axes.set_xscale("log")
             axes.set_yscale("log")
@@ -401,14 +411,14 @@ def draw_curves(runs: Sequence[LearningCurves], *, log_scale: bool = False) -> F
 
 def draw_theorem(found: Approximation) -> Figure:
     """The density and a few of its fits; and how the largest error falls with K."""
-    figure = _figure(11.0, 4.2)
+    figure = new_figure(11.0, 4.2)
     left, right = (figure.add_subplot(1, 2, number) for number in (1, 2))
     grid = found.grid
     left.fill_between(grid, found.target, color="#dddddd", label="the density")
     shown = [number for number, count in enumerate(found.components) if count in (1, 2, 4)]
     for place, number in enumerate(shown):
         fit = found.free[number].density(found.grid)
-        left.plot(grid, fit, color=_colour(place), linewidth=1.6, label=f"K = {found.components[number]}")
+        left.plot(grid, fit, color=colour_of(place), linewidth=1.6, label=f"K = {found.components[number]}")
     left.set_xlabel("x")
     left.set_ylabel("density")
     left.set_ylim(bottom=0)
@@ -429,84 +439,6 @@ def draw_theorem(found: Approximation) -> Figure:
     return figure
 
 
-def _figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _grid(
-    rows: int, columns: int, width: float, height: float, extra: tuple[float, float]
-) -> tuple[Figure, list[list[Axes]]]:
-    figure = _figure(columns * width + extra[0], rows * height + extra[1])
-    return figure, [list(row) for row in figure.subplots(rows, columns, squeeze=False)]
-
-
-def _shown(heads: Sequence[int], panels: int) -> tuple[int, str]:
-    """Of how many heads of each layer there is room for ``panels`` panels each, and what to say where not of all."""
-    most = max(1, MOST_PANELS // (panels * len(heads)))
-    return most, "" if most >= max(heads) else f" (heads 1 to {most} of {max(heads)} in each layer)"
-
-
-def _heatmaps(panels: Sequence[tuple[str, Any]], title: str, across: str, down: str, label: str) -> Figure:
-    """Matrices with one symmetric scale, so that zero has the colour in the middle."""
-    columns = min(IN_A_ROW, len(panels))
-    lines = -(-len(panels) // columns)
-    figure, grid = _grid(lines, columns, 1.65, 2.6, extra=(1.5, 0.9))
-    largest = max(float(np.abs(matrix).max()) for _, matrix in panels) or 1.0
-    image: Any = None
-    for number, (name, matrix) in enumerate(panels):
-        axes = grid[number // columns][number % columns]
-        image = axes.imshow(
-            matrix, vmin=-largest, vmax=largest, cmap="PuOr", aspect="auto", interpolation="nearest"
-        )  # fmt: skip
-        _frame(axes)
-        axes.set_title(name, fontsize=8)
-        if number % columns == 0:
-            axes.set_ylabel(down)
-        if number + columns >= len(panels):
-            axes.set_xlabel(across)
-    _hide([axes for row in grid for axes in row][len(panels) :])
-    _colorbar(figure, image, [axes for row in grid for axes in row], label)
-    figure.suptitle(title)
-    return figure
-
-
-def _bars_by_head(axes: Axes, layers: Sequence[tuple[str, Tensor]]) -> None:
-    """A bar for the mean of each head, a dot for each sample; ``[samples, heads]`` of each layer."""
-    place = 0
-    for number, (_, values) in enumerate(layers):
-        places = np.arange(place, place + values.shape[1])
-        axes.bar(places, values.mean(0).numpy(), 0.7, color=_layer_colour(number, len(layers)))
-        if len(values) > 1:
-            for row in values.numpy():
-                axes.plot(places, row, ".", color="black", markersize=3)
-        place += values.shape[1]
-    _name_heads(axes, [(name, values.shape[1]) for name, values in layers])
-
-
-def _name_heads(axes: Axes, layers: Sequence[tuple[str, int]]) -> None:
-    """Ticks for the heads, and the layers below them; for the layers alone where there are many heads."""
-    labels, middles, place = [], [], 0
-    total = sum(count for _, count in layers)
-    for name, count in layers:
-        middle = (count - 1) // 2
-        labels += [f"{head + 1}" + (f"\n{name}" if head == middle else "") for head in range(count)]
-        middles.append(place + (count - 1) / 2)
-        place += count
-        if place < total:
-            axes.axvline(place - 0.5, color="#cccccc", linewidth=0.8)
-    if total <= MOST_TICKS:
-        axes.set_xticks(range(total), labels)
-        axes.set_xlabel("head")
-    else:
-        axes.set_xticks(middles, [_short(name) for name, _ in layers])
-        axes.set_xlabel("layer, its heads side by side")
-        if len(layers) > 12 and any(len(name) > LONG_NAME for name, _ in layers):
-            axes.tick_params(axis="x", labelrotation=90)
-    axes.set_xlim(-0.6, total - 0.4)
-
-
 def _span(numbers: Sequence[int]) -> str:
     """``28``, or ``17 to 28``."""
     low, high = min(numbers), max(numbers)
@@ -516,49 +448,3 @@ def _span(numbers: Sequence[int]) -> str:
 def _by_head(layer: AttentionRank, name: str) -> Tensor:
     """``[samples, heads]``"""
     return torch.tensor([[getattr(matrix, name) for matrix in heads] for heads in layer.matrices], dtype=torch.float64)
-
-
-def _title(layer: str, head: int, component: int | None = None) -> str:
-    """What a panel shows, in two lines where one would be too long."""
-    if component is not None:
-        return f"{layer}\nhead {head + 1}, component {component + 1}"
-    return f"{layer}{chr(10) if len(layer) > LONG_NAME else ', '}head {head + 1}"
-
-
-def _short(layer: str) -> str:
-    """The name of a layer where there is little room."""
-    short = layer.replace("encoder layer", "enc").replace("decoder layer", "dec").replace(", cross", "\ncross")
-    return short.removeprefix("layer ")
-
-
-def _colorbar(figure: Figure, image: Any, many: Sequence[Axes], label: str) -> Colorbar:
-    """As wide beside a tall picture as beside a flat one, and as long as a few panels."""
-    rows = len({place.rowspan.start for axes in many if (place := axes.get_subplotspec()) is not None})
-    shrink = min(0.9, 2.4 / rows)
-    bar = figure.colorbar(image, ax=list(many), pad=0.02, shrink=shrink, aspect=15 * rows * shrink)
-    bar.set_label(label)
-    return bar
-
-
-def _frame(axes: Axes) -> None:
-    """A picture has all four sides."""
-    for side in axes.spines.values():
-        side.set_visible(True)
-
-
-def _hide(many: Sequence[Axes]) -> None:
-    for axes in many:
-        axes.set_visible(False)
-
-
-def _colour(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]
-
-
-def _layer_colour(number: int, total: int) -> Any:
-    """Colours of their own for a few layers; for many, from dark to light."""
-    if total <= len(COLOURS):
-        return _colour(number)
-    import matplotlib
-
-    return matplotlib.colormaps["cividis"](number / (total - 1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import mgk.models
+from mgk.training.result import read_object
 
 MODEL_CONFIG = "config.json"
 
@@ -61,11 +61,4 @@ def _quiet() -> Iterator[None]:
 
 def read_model_config(folder: Path) -> dict[str, Any]:
     """What the configuration of a saved model says, whoever made it."""
-    path = folder / MODEL_CONFIG
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} must be the JSON of a model, got {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must be the JSON of a model, got a {type(content).__name__}")
-    return content
+    return read_object(folder / MODEL_CONFIG, "the JSON of a model")

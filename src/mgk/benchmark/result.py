@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import json
 import platform
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 import mgk
 from mgk.benchmark.attention import Comparison
-from mgk.training.result import device_name
+from mgk.training.result import device_name, read_json
 
 KINDS = ("attention", "retrieval", "decode", "packed", "linear")
 """What the key ``benchmark`` of a result may say."""
@@ -43,10 +42,7 @@ def add(result: dict[str, Any], found: Comparison) -> None:
 
 def read(path: Path) -> dict[str, Any]:
     """A result that was written before."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} must be the JSON of a benchmark, got {error}") from error
+    found = read_json(path, "the JSON of a benchmark")
     if not isinstance(found, dict) or found.get("benchmark") not in KINDS:
         raise ValueError(f"{path} must be a result of mgk bench {', '.join(KINDS)}, got something else")
     return found

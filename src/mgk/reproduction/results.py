@@ -16,7 +16,6 @@ of another text, or of the random tokens that ``mgk analyze`` takes where the da
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -239,20 +238,10 @@ def _read_curve(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} must be JSON, got {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must be a JSON object, got {type(content).__name__}")
-    return content
-
-
 def _read_analyses(folder: Path, notes: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Those on data of the run's own corpus; of random tokens or another text a note says why not."""
     for path in sorted((folder / ANALYSIS).glob("*/analysis.json")):
-        content = _read_json(path)
+        content = result.read_object(path)
         numbers.check(content, path)
         name = path.parent.name
         if {"recipe", "row", "seed"} <= content.keys():
@@ -301,7 +290,7 @@ def _read_measurements(folder: Path, notes: list[str]) -> dict[tuple[str, str], 
 def _measurements_of(path: Path) -> dict[tuple[str, str], Mapping[str, Any]]:
     """The fastest evaluation of each row, on the shape of the paper: 32 pairs of 4096 bytes, no dropout."""
     found: dict[tuple[str, str], Mapping[str, Any]] = {}
-    content = _read_json(path)
+    content = result.read_object(path)
     for group in ("baselines", "rows"):
         if not isinstance(content.get(group), list):
             raise ValueError(f"{path} must be a result of mgk bench retrieval, got no {group}")

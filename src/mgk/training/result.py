@@ -58,12 +58,25 @@ def write(path: Path, result: Mapping[str, Any]) -> None:
     temporary.replace(path)
 
 
+def read_json(path: Path, what: str) -> Any:
+    """Read JSON; ``what`` it should be is said where it is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} must be {what}, got {error}") from error
+
+
+def read_object(path: Path, what: str = "JSON of an object") -> dict[str, Any]:
+    """Likewise, of what has names and values."""
+    found = read_json(path, what)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must be {what}, got a {type(found).__name__}")
+    return found
+
+
 def read(path: Path) -> dict[str, Any]:
     """Read a result."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} must be the JSON of a result, got {error}") from error
+    found = read_json(path, "the JSON of a result")
     if not isinstance(found, dict) or not {"recipe", "row", "seed", "metrics"} <= found.keys():
         raise ValueError(f"{path} must have recipe, row, seed and metrics, got something else")
     return found

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.tiles import VARYING_WITH_WIDTH, as_product, exp_once, load_rows, where_at_least
+from mgk.ops.triton.tiles import VARYING_WITH_WIDTH, as_product, fast_exp, load_rows, where_at_least
 
 LINEAR_VARYING = [*VARYING_WITH_WIDTH, "num_segments", "blocks_per_segment", "stride_key_component", "num_samples"]
 
@@ -30,7 +30,7 @@ LINEAR_VARYING = [*VARYING_WITH_WIDTH, "num_segments", "blocks_per_segment", "st
 def features(b_x, MAP: tl.constexpr):
     """``phi``, see :mod:`mgk.ops.feature_maps`."""
     if MAP == "elu":
-        return tl.maximum(b_x, 0.0) + exp_once(tl.minimum(b_x, 0.0))
+        return tl.maximum(b_x, 0.0) + fast_exp(tl.minimum(b_x, 0.0))
     return tl.maximum(b_x, 0.0)
 
 

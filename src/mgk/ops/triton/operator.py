@@ -429,9 +429,10 @@ def run_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`_run_forward`, again if it has been run for such inputs before."""
     query, key, value, shift, log_prior = mixture = inputs[:5]
     others, options = inputs[5:12], inputs[12:]
-    if _needs_thought(*others) or not replay.is_possible(query.device):
+    beside = _beside_the_mixture(*others)
+    if beside is None or not replay.is_possible(query.device):
         return _run_forward(*inputs)
-    added, kind = _added(*others)
+    added, has_one_mask = beside
 
     def zeroed() -> tuple[int, int, int] | None:
         layout = TermsLayout(query, key, shift, log_prior, None, others[2], options[1], options[3])
@@ -441,7 +442,7 @@ def run_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 
     tensors = (*mixture, *added)
     return replay.once(  # type: ignore[return-value]
-        lambda: _run_forward(*inputs), replay.signature_of(tensors, ("forward", kind, *options)), tensors,
+        lambda: _run_forward(*inputs), replay.signature_of(tensors, ("forward", has_one_mask, *options)), tensors,
         query.device, is_plain=lambda: _is_plain(query, key, value, shift, *added), zeroed=zeroed,
     )  # fmt: skip
 
@@ -450,9 +451,10 @@ def run_backward(grad_out: Tensor, grad_normaliser: Tensor | None, *saved_and_op
     """:func:`_run_backward`, likewise."""
     saved, others, options = saved_and_options[:8], saved_and_options[8:15], saved_and_options[15:]
     _, _, _, query, key, value, shift, log_prior = saved
-    if grad_normaliser is not None or _needs_thought(*others) or not replay.is_possible(query.device):
+    beside = _beside_the_mixture(*others)
+    if grad_normaliser is not None or beside is None or not replay.is_possible(query.device):
         return _run_backward(grad_out, grad_normaliser, *saved_and_options)
-    added, kind = _added(*others)
+    added, has_one_mask = beside
 
     def is_plain() -> bool:
         one_gradient = shift is None or shift.shape[1] <= 2
@@ -463,25 +465,20 @@ def run_backward(grad_out: Tensor, grad_normaliser: Tensor | None, *saved_and_op
     tensors = (grad_out, *saved, *added)
     return replay.once(
         lambda: _run_backward(grad_out, None, *saved_and_options),
-        replay.signature_of(tensors, ("backward", kind, *options)), tensors, query.device, is_plain=is_plain,
+        replay.signature_of(tensors, ("backward", has_one_mask, *options)), tensors, query.device, is_plain=is_plain,
     )  # fmt: skip
 
 
-def _needs_thought(
-    scales: Tensor | None, attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None,
-    seed: Tensor | None, query_spans: Tensor | None, key_spans: Tensor | None,
-) -> bool:  # fmt: skip
-    """Whether more than kernels works on what a call has beside the mixture, or it hardly comes again."""
-    return any(other is not None for other in (scales, attn_mask, query_spans, key_spans))
-
-
-def _added(
+def _beside_the_mixture(
     scales: Tensor | None, attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None,
     seed: Tensor | None, *spans: Tensor | None,
-) -> tuple[tuple[Tensor | None, ...], bool]:  # fmt: skip
-    """The other tensors that such a call may have, each once, and whether one mask is that of keys and of queries."""
-    is_shared = key_mask is not None and query_mask is key_mask
-    return (key_mask, None if is_shared else query_mask, seed), is_shared
+) -> tuple[tuple[Tensor | None, ...], bool] | None:  # fmt: skip
+    """Masks and seed of a call that may be replayed, each tensor once, and whether one mask serves keys and queries;
+    ``None`` where more than kernels works on what it has, or it hardly comes again."""
+    if any(other is not None for other in (scales, attn_mask, *spans)):
+        return None
+    has_one_mask = key_mask is not None and query_mask is key_mask
+    return (key_mask, None if has_one_mask else query_mask, seed), has_one_mask
 
 
 def _is_plain(query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, *others: Tensor | None) -> bool:

@@ -207,7 +207,7 @@ _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
-def exp_once(b_x):
+def fast_exp(b_x):
     """``exp``, 0 where fp32 has but few bits for it: what looks after those takes longer than the exponential. And the
     compiler hardly repeats it, as it repeats others where a block is needed in two layouts."""
     if _INTERPRETED:
@@ -236,7 +236,7 @@ def where_at_least(b_value, o_first, o_second):
     b_first, b_second = tl.broadcast_to(o_first, b_value.shape), tl.broadcast_to(o_second, b_value.shape)
     if _INTERPRETED:
         return tl.where(b_first >= b_second, b_value, 0.0)
-    # Written out for the reason given below.
+    # Without a comparison, whose answers compilers gather into words and take apart again: see `unless_dropped`.
     return tl.inline_asm_elementwise(
         "{ .reg .b32 less; sub.s32 less, $2, $3; shr.s32 less, less, 31; not.b32 less, less; and.b32 $0, $1, less; }",
         "=r,r,r,r", [b_value, b_first, b_second], dtype=tl.float32, is_pure=True, pack=1,
