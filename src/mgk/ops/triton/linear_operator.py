@@ -87,9 +87,12 @@ class _Plan(NamedTuple):
         return self.tokens_per_segment // tile.columns, {**self.options, "BLOCK": tile.columns}, tile
 
 
-def _segments_wanted(heads: int) -> int:
-    """So many that all of a large GPU is busy, and no more: every segment has a state in memory."""
-    return 2 if tuning.is_interpreted() else count_blocks(2 * PROGRAMS, heads)
+def _segments_wanted(heads: int, width: int, is_mixture: bool) -> int:
+    """So many that all of a large GPU is busy, and no more: every segment has a state in memory. (Measured: narrow
+    heads, and keys that are no mixture, leave room for more programs on a multiprocessor.)"""
+    if tuning.is_interpreted():
+        return 2
+    return count_blocks((4 if width > 32 and is_mixture else 8) * PROGRAMS, heads)
 
 
 def _plan(
@@ -100,9 +103,11 @@ def _plan(
     width, value_width = map(block_width, widths)
     unit = tuning.linear_unit()
     blocks = count_blocks(length, unit)
-    per_segment = max(1, count_blocks(blocks, max(1, min(_segments_wanted(heads), blocks))))
+    components = key.shape[2] if shift is None else shift.shape[1]
+    wanted = _segments_wanted(heads, max(width, value_width), components > 1)
+    per_segment = max(1, count_blocks(blocks, max(1, min(wanted, blocks))))
     options = {
-        "M": key.shape[2] if shift is None else shift.shape[1],
+        "M": components,
         "HAS_SHIFT": shift is not None,
         "HAS_PRIOR": log_prior is not None,
         "PRIOR_BY_KEY": log_prior is not None and log_prior.shape[2] > 1,
