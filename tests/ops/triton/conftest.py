@@ -49,7 +49,7 @@ def _swift_interpreter(_kernels_run_here: None) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(interpreter, "_patch_builtin", patch_builtins)
-        monkeypatch.setattr("mgk.ops.triton.call.PADDING", 16)
+        monkeypatch.setattr("mgk.ops.triton.call.PADDING", 32)
         yield
 
 

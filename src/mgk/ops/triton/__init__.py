@@ -22,6 +22,8 @@ __all__ = ["attend_in_step", "attention", "is_step", "log_normaliser", "responsi
 
 LARGEST_WIDTH = 256
 MOST_COMPONENTS = 8
+# Random numbers of pairs are read as those of fp16, of which the highest are infinite.
+HIGHEST_DROPOUT = 0x7C00 / 2**15
 OLDEST_CAPABILITY = (8, 0)
 OLDEST_TRITON = (3, 4)
 
@@ -36,6 +38,8 @@ def unsupported(problem: MixtureProblem) -> str | None:
             return f"a {name} above {LARGEST_WIDTH}, got {width}"
     if problem.num_components > MOST_COMPONENTS:
         return f"more than {MOST_COMPONENTS} components, got {problem.num_components}"
+    if problem.dropout_p > HIGHEST_DROPOUT:
+        return f"a dropout_p above {HIGHEST_DROPOUT}, got {problem.dropout_p}"
     if query.device.type == "meta":
         return None
     if is_interpreted():

@@ -22,12 +22,17 @@ from mgk.ops.triton.tiles import (
     HEAD_NUMBERS,
     VARYING,
     VARYING_WITH_WIDTH,
+    column_keys,
     component_bias,
     finite,
     first_share,
     is_visible,
     load_rows,
+    load_terms,
     load_tile,
+    partial_sums,
+    place,
+    rows_unless_dropped,
     unless_dropped,
     visible_keys,
     visible_queries,
@@ -68,13 +73,13 @@ def attention_delta(
     b_normaliser = tl.load(p_normaliser + o_row, mask=m_i, other=float("-inf"))
     b_reference = b_normaliser * 1.4426950408889634
     if PAIRED:
-        b_reference -= tl.load(p_row + i_head.to(tl.int64) * M * padded_queries + o_i)
+        b_reference -= tl.load(p_row + i_head.to(tl.int64) * M * padded_queries + place(o_i))
     if HAS_LEVEL:
         i_kv = i_head // num_heads * (num_heads // group_size) + i_head % num_heads // group_size
         b_reference -= tl.load(p_level + i_kv)
     # Rows that see nothing, and rows beyond the end, weigh nothing.
     b_reference = tl.where(b_normaliser == float("-inf"), float("inf"), b_reference)
-    o_padded = i_head.to(tl.int64) * padded_queries + o_i
+    o_padded = i_head.to(tl.int64) * padded_queries + place(o_i)
     tl.store(p_reference + o_padded, b_reference)
     tl.store(p_delta + o_padded, b_delta * keep_probability)
 
@@ -151,10 +156,10 @@ def attention_backward_key_value(
     b_value = load_tile(d_value, i_batch, i_kv_head, o_first, BLOCK_J, DV)
     b_rho = tl.zeros([BLOCK_J], tl.float32)
     if PAIRED:
-        b_rho = tl.load(p_rho + i_kv.to(tl.int64) * padded_keys + o_j)
+        b_rho = tl.load(p_rho + i_kv.to(tl.int64) * padded_keys + place(o_j))
     b_column_key = tl.zeros([BLOCK_J], tl.int32)
     if DROPOUT:
-        b_column_key = tl.load(p_column_key + o_j)
+        b_column_key = column_keys(p_column_key + i_kv.to(tl.int64) * (padded_keys // 2), o_j)
     b_grad_value = tl.zeros([BLOCK_J, DV], tl.float32)
 
     # The factored pair shares one key gradient; otherwise one component after the other.
@@ -165,10 +170,10 @@ def attention_backward_key_value(
             b_other_key = load_tile(d_key, i_batch, 2 * i_kv_head + 1 - r, o_first, BLOCK_J, D)
         b_column = tl.zeros([BLOCK_J], tl.float32)
         if HAS_COLUMN:
-            b_column = tl.load(p_column + r * padded_keys + o_j)
+            b_column = tl.load(p_column + r * padded_keys + place(o_j))
         b_grad_key = tl.zeros([BLOCK_J, D], tl.float32)
-        b_sum = tl.zeros([BLOCK_J], tl.float32)
-        b_both_sum = tl.zeros([BLOCK_J], tl.float32)
+        b_sum = tl.zeros([BLOCK_J, 4], tl.float32)
+        b_both_sum = tl.zeros([BLOCK_J, 4], tl.float32)
         for g in range(1 if ONE_GROUP else group_size):
             i_query_head = i_kv_head * group_size + g
             i_head = (i_batch * num_heads + i_query_head).to(tl.int64)
@@ -208,6 +213,8 @@ def attention_backward_key_value(
                     PRECISION, BLOCK_I, BLOCK_J, D, DV,
                 )  # fmt: skip
 
+        b_sum = tl.sum(b_sum, 1)
+        b_both_sum = tl.sum(b_both_sum, 1)
         if DROPOUT:
             b_grad_key *= keep_scale
             b_sum *= keep_scale
@@ -266,18 +273,18 @@ def _gather_key_value(
     o_i = o_first_row + tl.arange(0, BLOCK_I)
     b_query = load_tile(d_query, i_batch, i_query_head, o_first_row, BLOCK_I, D)
     b_grad_out = load_tile(d_grad_out, i_batch, i_query_head, o_first_row, BLOCK_I, DV)
-    b_reference = tl.load(p_reference + o_i)
-    b_delta = tl.load(p_delta + o_i)
+    b_reference = load_terms(p_reference, o_first_row, BLOCK_I)
+    b_delta = load_terms(p_delta, o_first_row, BLOCK_I)
     b_product = tl.dot(b_key, b_query.T, input_precision=PRECISION)
     b_grad_weight = tl.dot(b_value, b_grad_out.T, input_precision=PRECISION)
     b_scale = scale if EQUAL else tl.load(p_scale + i_component)
     b_row = -b_reference
     if HAS_ROW and not PAIRED:
-        b_row += tl.load(p_row + i_component * padded_queries + o_i)
+        b_row += load_terms(p_row + i_component * padded_queries, o_first_row, BLOCK_I)
     b_logit = b_product * b_scale + (b_row[None, :] + b_column[:, None])
     if PAIRED and HARD:
         # Only the biases compete: `alpha` and `rho` are how far the second row and column exceed the first.
-        b_difference = tl.load(p_alpha + o_i)[None, :] + b_rho[:, None]
+        b_difference = load_terms(p_alpha, o_first_row, BLOCK_I)[None, :] + b_rho[:, None]
         b_share = first_share(b_difference)
         b_weight = weight_of(b_logit + tl.maximum(b_difference, 0.0), b_query)
     elif HARD and M == 2:
@@ -285,8 +292,8 @@ def _gather_key_value(
         if not SHARED:
             b_other = tl.dot(b_other_key, b_query.T, input_precision=PRECISION)
         b_other = b_other * (scale if EQUAL else tl.load(p_scale + 1 - i_component)) + component_bias(
-            p_row, p_column + (1 - i_component) * padded_keys if HAS_COLUMN else p_column, 1 - i_component, o_i, o_j,
-            b_reference, padded_queries, HAS_ROW, HAS_COLUMN, False, True,
+            p_row, p_column + (1 - i_component) * padded_keys if HAS_COLUMN else p_column, 1 - i_component,
+            o_first_row, o_j, b_reference, padded_queries, HAS_ROW, HAS_COLUMN, False, BLOCK_J, True,
         )  # fmt: skip
         b_weight = first_share(b_other - finite(b_logit)) * weight_of(b_logit, b_query)
     elif HARD and M > 2:
@@ -295,7 +302,7 @@ def _gather_key_value(
         for r in tl.static_range(M):
             b_other = _other_logit(
                 b_product, b_query, d_key, p_row, p_column, p_scale, b_reference, i_batch, i_kv_head, r,
-                o_first_column, o_i, o_j, scale, padded_queries, padded_keys,
+                o_first_row, o_first_column, o_j, scale, padded_queries, padded_keys,
                 M, SHARED, HAS_ROW, HAS_COLUMN, EQUAL, PRECISION, BLOCK_J, D,
             )  # fmt: skip
             b_ties = tl.where(b_other > b_best, 1.0, b_ties + (b_other == b_best).to(tl.float32))
@@ -311,13 +318,14 @@ def _gather_key_value(
         b_weight = tl.where(b_seen, b_weight, 0.0)
     b_kept_weight = b_weight
     if DROPOUT:
-        b_row_key = tl.load(p_row_key + o_i)
+        b_row_key = load_terms(p_row_key, o_first_row, BLOCK_I)
         b_kept_weight = unless_dropped(b_weight, b_row_key[None, :], b_column_key[:, None], threshold)
         b_grad_logit = b_kept_weight * b_grad_weight - b_weight * b_delta[None, :]
     if PAIRED and not HARD:
         if WIDE:
-            b_difference = tl.load(p_row + padded_queries + o_i) - tl.load(p_row + o_i)
-            b_step = tl.load(p_column + padded_keys + o_j)
+            b_difference = load_terms(p_row + padded_queries, o_first_row, BLOCK_I)
+            b_difference -= load_terms(p_row, o_first_row, BLOCK_I)
+            b_step = tl.load(p_column + padded_keys + place(o_j))
             b_other = b_product * scale + ((b_difference - b_reference)[None, :] + b_step[:, None])
             b_other = weight_of(b_other, b_query)
             if CAUSAL or HAS_MASK:
@@ -327,16 +335,16 @@ def _gather_key_value(
                 b_kept_other = unless_dropped(b_other, b_row_key[None, :], b_column_key[:, None], threshold)
             b_kept_weight += b_kept_other
         else:
-            b_ratio = tl.load(p_alpha + o_i)[None, :] * b_rho[:, None]
+            b_ratio = load_terms(p_alpha, o_first_row, BLOCK_I)[None, :] * b_rho[:, None]
             b_kept_weight += b_kept_weight * b_ratio
     if not DROPOUT:
         b_grad_weight -= b_delta[None, :]
         b_grad_logit = b_weight * b_grad_weight
     if PAIRED and HARD:
-        b_sum += tl.sum(b_grad_logit * b_share, 1)
-        b_both_sum += tl.sum(b_grad_logit, 1)
+        b_sum += partial_sums(b_grad_logit * b_share)
+        b_both_sum += partial_sums(b_grad_logit)
     elif PAIRED or HAS_COLUMN:
-        b_sum += tl.sum(b_grad_logit, 1)
+        b_sum += partial_sums(b_grad_logit)
     if PAIRED and not HARD:
         if WIDE and DROPOUT:
             b_grad_logit += b_kept_other * b_grad_weight - b_other * b_delta[None, :]
@@ -344,7 +352,7 @@ def _gather_key_value(
             b_grad_logit += b_other * b_grad_weight
         else:
             b_grad_logit += b_grad_logit * b_ratio
-        b_both_sum += tl.sum(b_grad_logit, 1)
+        b_both_sum += partial_sums(b_grad_logit)
     # Last of all: while these products run, their operands stay in registers.
     b_grad_value = tl.dot(b_kept_weight.to(b_grad_out.dtype), b_grad_out, b_grad_value, input_precision=PRECISION)
     b_grad_key = tl.dot(b_grad_logit.to(b_query.dtype), b_query, b_grad_key, input_precision=PRECISION)
@@ -353,8 +361,8 @@ def _gather_key_value(
 
 @triton.jit
 def _other_logit(
-    b_product, b_query, d_key, p_row, p_column, p_scale, b_reference, i_batch, i_kv_head, i_component, o_first_column,
-    o_i, o_j, scale, padded_queries, padded_keys,
+    b_product, b_query, d_key, p_row, p_column, p_scale, b_reference, i_batch, i_kv_head, i_component, o_first_row,
+    o_first_column, o_j, scale, padded_queries, padded_keys,
     M: tl.constexpr, SHARED: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
@@ -365,7 +373,17 @@ def _other_logit(
     b_scale = scale if EQUAL else tl.load(p_scale + i_component)
     p_own_column = p_column + i_component * padded_keys if HAS_COLUMN else p_column
     return b_product * b_scale + component_bias(
-        p_row, p_own_column, i_component, o_i, o_j, b_reference, padded_queries, HAS_ROW, HAS_COLUMN, False
+        p_row,
+        p_own_column,
+        i_component,
+        o_first_row,
+        o_j,
+        b_reference,
+        padded_queries,
+        HAS_ROW,
+        HAS_COLUMN,
+        False,
+        BLOCK_J,
     )
 
 
@@ -409,10 +427,11 @@ def attention_backward_query(
     b_alpha = tl.zeros([BLOCK_I], tl.float32)
     if PAIRED:
         p_rho += i_kv.to(tl.int64) * padded_keys
-        b_alpha = tl.load(p_alpha + i_head.to(tl.int64) * padded_queries + o_i)
+        b_alpha = tl.load(p_alpha + i_head.to(tl.int64) * padded_queries + place(o_i))
     b_row_key = tl.zeros([BLOCK_I], tl.int32)
     if DROPOUT:
-        b_row_key = tl.load(p_row_key + i_head.to(tl.int64) * padded_queries + o_i)
+        b_row_key = tl.load(p_row_key + i_head.to(tl.int64) * padded_queries + place(o_i))
+        p_column_key += i_kv.to(tl.int64) * (padded_keys // 2)
 
     first_key, end_full, end_key, causal_offset = visible_keys(
         p_key_range, p_query_range, p_spans, i_batch, o_first, num_queries, num_keys, rows_per_span, CAUSAL, HAS_RANGE,
@@ -420,11 +439,11 @@ def attention_backward_query(
     )  # fmt: skip
     b_query = load_tile(d_query, i_batch, i_query_head, o_first, BLOCK_I, D)
     b_grad_out = load_tile(d_grad_out, i_batch, i_query_head, o_first, BLOCK_I, DV)
-    b_reference = tl.load(p_reference + i_head.to(tl.int64) * padded_queries + o_i)
-    b_delta = tl.load(p_delta + i_head.to(tl.int64) * padded_queries + o_i)
+    b_reference = tl.load(p_reference + i_head.to(tl.int64) * padded_queries + place(o_i))
+    b_delta = tl.load(p_delta + i_head.to(tl.int64) * padded_queries + place(o_i))
     b_grad_query = tl.zeros([BLOCK_I, D], tl.float32)
     # One column for each component; the factored pair keeps the sum of its first component in a vector.
-    b_grad_row = tl.zeros([BLOCK_I], tl.float32) if PAIRED else tl.zeros([BLOCK_I, 8], tl.float32)
+    b_grad_row = tl.zeros([BLOCK_I, 4], tl.float32) if PAIRED else tl.zeros([BLOCK_I, 8], tl.float32)
     for o_j in tl.range(first_key, end_full, BLOCK_J):
         b_grad_query, b_grad_row = _gather_query(
             b_grad_query, b_grad_row, b_query, b_grad_out, b_reference, b_delta, b_alpha, b_row_key, d_key,
@@ -445,6 +464,8 @@ def attention_backward_query(
                 BLOCK_J, D, DV,
             )  # fmt: skip
 
+    if PAIRED:
+        b_grad_row = tl.sum(b_grad_row, 1)
     if DROPOUT:
         b_grad_query *= keep_scale
         b_grad_row *= keep_scale
@@ -505,8 +526,9 @@ def _gather_query(
     b_value = load_tile(d_value, i_batch, i_kv_head, o_first, BLOCK_J, DV)
     b_grad_weight = tl.dot(b_grad_out, b_value.T, input_precision=PRECISION)
     if DROPOUT:
-        b_column_key = tl.load(p_column_key + o_j)
-        b_grad_weight = unless_dropped(b_grad_weight, b_row_key[:, None], b_column_key[None, :], threshold)
+        b_grad_weight = rows_unless_dropped(
+            b_grad_weight, b_row_key, p_column_key, o_first, threshold, b_query.dtype != tl.float32
+        )
     b_grad_weight -= b_delta[:, None]
     if CAUSAL or HAS_MASK:
         b_seen = is_visible(
@@ -521,12 +543,12 @@ def _gather_query(
         b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
         if HARD:
             # Only the biases compete: `alpha` and `rho` are how far the second row and column exceed the first.
-            b_difference = b_alpha[:, None] + tl.load(p_rho + o_j)[None, :]
+            b_difference = b_alpha[:, None] + load_terms(p_rho, o_first, BLOCK_J)[None, :]
             b_share = first_share(b_difference)
-            b_bias = tl.load(p_column + o_j)[None, :] - b_reference[:, None]
+            b_bias = load_terms(p_column, o_first, BLOCK_J)[None, :] - b_reference[:, None]
             b_weight = weight_of(b_product * scale + b_bias + tl.maximum(b_difference, 0.0), b_query)
         else:
-            b_logit = b_product * scale + (tl.load(p_column + o_j)[None, :] - b_reference[:, None])
+            b_logit = b_product * scale + (load_terms(p_column, o_first, BLOCK_J)[None, :] - b_reference[:, None])
             b_weight = weight_of(b_logit, b_query)
         if CAUSAL or HAS_MASK:
             # An unseen key may be infinitely likely: 0 times it must stay 0.
@@ -536,28 +558,28 @@ def _gather_query(
             b_grad_logit = b_first
             b_first = b_grad_logit * b_share
         elif WIDE:
-            b_difference = tl.load(p_row + padded_queries + o_i) - tl.load(p_row + o_i)
-            b_step = tl.load(p_column + padded_keys + o_j)
+            b_difference = tl.load(p_row + padded_queries + place(o_i)) - tl.load(p_row + place(o_i))
+            b_step = load_terms(p_column + padded_keys, o_first, BLOCK_J)
             b_other = b_product * scale + ((b_difference - b_reference)[:, None] + b_step[None, :])
             b_weight = weight_of(b_other, b_query)
             if CAUSAL or HAS_MASK:
                 b_weight = tl.where(b_seen, b_weight, 0.0)
             b_grad_logit = b_first + b_weight * b_grad_weight
         else:
-            b_grad_logit = b_first + b_first * (b_alpha[:, None] * tl.load(p_rho + o_j)[None, :])
+            b_grad_logit = b_first + b_first * (b_alpha[:, None] * load_terms(p_rho, o_first, BLOCK_J)[None, :])
         b_grad_query = tl.dot(b_grad_logit.to(b_key.dtype), b_key, b_grad_query, input_precision=PRECISION)
-        b_grad_row += tl.sum(b_first, 1)
+        b_grad_row += partial_sums(b_first)
     elif HARD and M == 2:
         b_first_key = load_tile(d_key, i_batch, i_kv_head if SHARED else i_kv_head * M, o_first, BLOCK_J, D)
         b_second_key = load_tile(d_key, i_batch, i_kv_head if SHARED else i_kv_head * M + 1, o_first, BLOCK_J, D)
         b_first_scale = scale if EQUAL else tl.load(p_scale)
         b_second_scale = scale if EQUAL else tl.load(p_scale + 1)
         b_first = tl.dot(b_query, b_first_key.T, input_precision=PRECISION) * b_first_scale + component_bias(
-            p_row, p_column, 0, o_i, o_j, b_reference, padded_queries, HAS_ROW, HAS_COLUMN, True, True
+            p_row, p_column, 0, o_i, o_first, b_reference, padded_queries, HAS_ROW, HAS_COLUMN, True, BLOCK_J, True
         )
         b_second = tl.dot(b_query, b_second_key.T, input_precision=PRECISION) * b_second_scale + component_bias(
-            p_row, p_column + padded_keys if HAS_COLUMN else p_column, 1, o_i, o_j, b_reference, padded_queries,
-            HAS_ROW, HAS_COLUMN, True, True,
+            p_row, p_column + padded_keys if HAS_COLUMN else p_column, 1, o_i, o_first, b_reference, padded_queries,
+            HAS_ROW, HAS_COLUMN, True, BLOCK_J, True,
         )  # fmt: skip
         b_weight = weight_of(tl.maximum(b_first, b_second), b_query)
         if CAUSAL or HAS_MASK:
@@ -584,8 +606,8 @@ def _gather_query(
                 b_key = load_tile(d_key, i_batch, i_kv_head if SHARED else i_kv_head * M + r, o_first, BLOCK_J, D)
                 b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
                 b_logit = b_product * (scale if EQUAL else tl.load(p_scale + r)) + component_bias(
-                    p_row, p_column + r * padded_keys if HAS_COLUMN else p_column, r, o_i, o_j, b_reference,
-                    padded_queries, HAS_ROW, HAS_COLUMN, True,
+                    p_row, p_column + r * padded_keys if HAS_COLUMN else p_column, r, o_i, o_first, b_reference,
+                    padded_queries, HAS_ROW, HAS_COLUMN, True, BLOCK_J,
                 )  # fmt: skip
                 b_ties = tl.where(b_logit > b_best, 1.0, b_ties + (b_logit == b_best).to(tl.float32))
                 b_best = tl.maximum(b_best, b_logit)
@@ -595,8 +617,8 @@ def _gather_query(
             b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
             b_scale = scale if EQUAL else tl.load(p_scale + r)
             b_logit = b_product * b_scale + component_bias(
-                p_row, p_column + r * padded_keys if HAS_COLUMN else p_column, r, o_i, o_j, b_reference, padded_queries,
-                HAS_ROW, HAS_COLUMN, True,
+                p_row, p_column + r * padded_keys if HAS_COLUMN else p_column, r, o_i, o_first, b_reference,
+                padded_queries, HAS_ROW, HAS_COLUMN, True, BLOCK_J,
             )  # fmt: skip
             b_weight = weight_of(b_logit, b_query)
             if HARD and M > 2:

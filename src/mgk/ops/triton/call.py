@@ -116,8 +116,7 @@ class Call(TermsLayout):
             self.key_range, self.query_range = self._valid_ranges(key_mask, query_mask)
         self.row_key = self.column_key = None
         if seed is not None:
-            self.row_key = self._random_keys(self.batch * self.heads * self.padded_queries, 0)
-            self.column_key = self._random_keys(self.padded_keys, 1)
+            self.row_key, self.column_key = self._random_keys(seed)
         self.options: dict[str, Any] = {
             "M": self.components,
             "SHARED": shared,
@@ -133,7 +132,8 @@ class Call(TermsLayout):
             "DROPOUT": seed is not None,
             "PRECISION": "ieee",
         }
-        self.threshold, self.keep_scale = round(dropout_p * 2**32), 1.0 / (1.0 - dropout_p)
+        # Of a random number fifteen bits are compared, and the sixteen below them left.
+        self.threshold, self.keep_probability = round(dropout_p * 2**15) << 16, 1.0 - dropout_p
         self.mask_strides: tuple[int, ...] = (0, 0, 0, 0)
         if attn_mask is not None:
             sizes = zip(attn_mask.shape, attn_mask.stride(), strict=True)
@@ -204,11 +204,15 @@ class Call(TermsLayout):
     def new(self, *shape: int) -> Tensor:
         return self.query.new_empty(shape, dtype=torch.float32)
 
-    def _random_keys(self, count: int, stream: int) -> Tensor:
-        keys = torch.empty(count, dtype=torch.int32, device=self.device)
-        arguments = (self.seed, keys, count, stream)
-        launch(preparation.random_keys, count_blocks(count, BLOCK), arguments, {"BLOCK": BLOCK}, SMALL)
-        return keys
+    def _random_keys(self, seed: Tensor) -> tuple[Tensor, Tensor]:
+        rows = torch.empty(self.batch * self.heads * self.padded_queries, dtype=torch.int32, device=self.device)
+        columns = torch.empty(self.batch * self.kv_heads * self.padded_keys // 2, dtype=torch.int32, device=self.device)
+        row_programs, column_programs = count_blocks(rows.numel(), BLOCK), count_blocks(columns.numel(), BLOCK)
+        arguments = (
+            seed, rows, columns, row_programs, rows.numel(), columns.numel(), self.padded_queries, self.padded_keys,
+        )  # fmt: skip
+        launch(preparation.random_keys, row_programs + column_programs, arguments, {"BLOCK": BLOCK}, SMALL)
+        return rows, columns
 
     def _valid_ranges(self, key_mask: Tensor | None, query_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         ranges = torch.empty(2, self.batch, 2, dtype=torch.int32, device=self.device)

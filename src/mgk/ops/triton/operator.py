@@ -86,12 +86,9 @@ def _run_forward(
             call.padded_queries,
             call.padded_keys,
         )
-        scalars = (call.scale, call.threshold, call.keep_scale)
+        scalars = (call.scale, call.threshold, 1.0 / call.keep_probability)
 
-        # Two exponentials a pair leave the matrix units idle: they add up the weights, rounded as they multiply them.
-        # (A density asks with the narrowest values, and wants the sum unrounded.)
-        is_half = query.dtype != torch.float32
-        by_product = call.joined and not hard and seed is None and is_half and widths["DV"] in (32, 64)
+        by_product = tuning.sums_by_product(call.kernel("forward"), widths["DV"])
 
         def run(tile: tuning.Tile) -> None:
             # Rows are made up to the end of the padding, which backward reads.
@@ -163,10 +160,10 @@ def _run_backward(
             blocks * call.batch * call.heads,
             (
                 out, grad_out, normaliser, grad_normaliser, call.row if call.paired else None, call.level, reference,
-                delta, *out.stride()[:3], *grad_out.stride()[:3], 1.0 - dropout_p, call.heads,
+                delta, *out.stride()[:3], *grad_out.stride()[:3], call.keep_probability, call.heads,
                 call.heads // call.kv_heads, call.queries, call.padded_queries, blocks, value.shape[-1],
             ),
-            {"M": components, "PAIRED": call.paired, "HAS_LEVEL": call.has_level,
+            {"M": components if call.paired else 1, "PAIRED": call.paired, "HAS_LEVEL": call.has_level,
             "HAS_GRAD_NORMALISER": grad_normaliser is not None, "BLOCK_I": rows, "DV": block_width(out.shape[-1])},
             SMALL,
         )  # fmt: skip
@@ -176,7 +173,7 @@ def _run_backward(
         options |= {"HAS_GRAD_NORMALISER": grad_normaliser is not None}
         masks = (call.row_key, call.column_key, *call.mask_strides, call.padding)
         ranges = (attn_mask, call.key_range, call.query_range)
-        scalars = (call.scale, scale, call.threshold, call.keep_scale)
+        scalars = (call.scale, scale, call.threshold, 1.0 / call.keep_probability)
         group_size = call.heads // call.kv_heads
         sizes = (call.heads, group_size, call.queries, call.keys, call.padded_queries, call.padded_keys)
 
@@ -306,16 +303,21 @@ def _scale_gradient(call: Call, grad_row: Tensor | None, grad_column: Tensor | N
     assert call.scales is not None
     grad = grad_products.sum(dim=(2, 3))
     if call.gaussian and call.column is not None and grad_column is not None:
-        column = call.column.view(call.batch, call.kv_heads, call.components, -1)[..., : call.keys] / LOG2_E
+        column = _in_order(call.column.view(call.batch, call.kv_heads, call.components, -1))[..., : call.keys] / LOG2_E
         if call.log_prior is not None:
             column = column - call.log_prior
         column = column.masked_fill(~column.isfinite(), 0.0).permute(1, 2, 0, 3)
         grad = grad + (grad_column * column).sum(dim=(2, 3)) * LOG2_E / call.scales
     if call.row is not None and grad_row is not None:
-        row = call.row.view(call.batch, call.heads, call.components, -1)[..., : call.queries]
+        row = _in_order(call.row.view(call.batch, call.heads, call.components, -1))[..., : call.queries]
         by_head = (grad_row * row).sum(dim=(0, 3)) / LOG2_E
         grad = grad + by_head.unflatten(0, (call.kv_heads, -1)).sum(1) * LOG2_E / call.scales
     return grad
+
+
+def _in_order(terms: Tensor) -> Tensor:
+    """Terms one after the other along the last axis, on which they lie as ``tiles.place`` has put them."""
+    return terms.unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2).flatten(-4)
 
 
 def _trimmed(grad: Tensor, like: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.tiles import HEAD_NUMBERS, VARYING, finite, load_rows, mark_wide, safe_ratio
+from mgk.ops.triton.tiles import HEAD_NUMBERS, VARYING, finite, load_rows, mark_wide, place, safe_ratio
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=HEAD_NUMBERS)
@@ -143,16 +143,16 @@ def _column_terms(
             # Scaled terms are in units of log 2 already.
             b_column += b_prior * 1.4426950408889634
         b_column = tl.where(b_valid, b_column - b_level, float("-inf"))
-        tl.store(p_column + (i_kv.to(tl.int64) * M + r) * padded_keys + o_j, b_column)
+        tl.store(p_column + (i_kv.to(tl.int64) * M + r) * padded_keys + place(o_j), b_column)
         if PAIRED:
             if r == 0:
                 b_first = b_column
             elif HARD:
-                tl.store(p_rho + i_kv.to(tl.int64) * padded_keys + o_j, finite(b_column) - finite(b_first))
+                tl.store(p_rho + i_kv.to(tl.int64) * padded_keys + place(o_j), finite(b_column) - finite(b_first))
             else:
                 b_ratio = safe_ratio(b_column - b_first, limit)
                 b_ratio = tl.where(b_column == float("-inf"), 0.0, b_ratio)
-                tl.store(p_rho + i_kv.to(tl.int64) * padded_keys + o_j, b_ratio)
+                tl.store(p_rho + i_kv.to(tl.int64) * padded_keys + place(o_j), b_ratio)
                 mark_wide(p_wide, i_kv, b_ratio)
 
 
@@ -179,13 +179,13 @@ def _row_terms(
             if HAS_ORIGIN:
                 b_row -= tl.sum(b_origin * b_shift, 0)
         b_row *= b_scale
-        tl.store(p_row + (i_head.to(tl.int64) * M + r) * padded_queries + o_i, b_row)
+        tl.store(p_row + (i_head.to(tl.int64) * M + r) * padded_queries + place(o_i), b_row)
         if FACTORED:
             if r == 0:
                 b_first = b_row
             else:
                 b_ratio = safe_ratio(b_row - b_first, limit)
-                tl.store(p_alpha + i_head.to(tl.int64) * padded_queries + o_i, b_ratio)
+                tl.store(p_alpha + i_head.to(tl.int64) * padded_queries + place(o_i), b_ratio)
                 mark_wide(p_wide, i_kv, b_ratio)
 
 
@@ -223,9 +223,38 @@ def _valid_range(p_mask, p_range, i_sample, length, HAS_MASK: tl.constexpr, BLOC
         tl.store(p_range + 1, length)
 
 
-@triton.jit(do_not_specialize=["count", "stream"])
-def random_keys(p_seed, p_keys, count, stream, BLOCK: tl.constexpr):
-    """Odd random numbers ``int32 [count]``, a pure function of seed, stream and position."""
-    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    b_key = tl.randint(tl.load(p_seed) + stream, o).to(tl.int32, bitcast=True)
-    tl.store(p_keys + o, b_key | 1, mask=o < count)
+@triton.jit(do_not_specialize=["num_row_programs", "num_rows", "num_columns"])
+def random_keys(
+    p_seed, p_row_key, p_column_key, num_row_programs, num_rows, num_columns, padded_queries, padded_keys,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Random numbers for dropout, ``int32 [B, H, padded]`` for rows and ``[B, Hkv, padded / 2]`` for columns, of which
+    two share one. A pure function of the seed.
+
+    The product of a row's number and a column's is the pair's: the upper half for an odd column, the lower half for an
+    even one.
+    """
+    i_program = tl.program_id(0)
+    if i_program < num_row_programs:
+        o = i_program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(p_row_key + o, _random_factor(p_seed, 0, o, padded_queries), mask=o < num_rows)
+    else:
+        o = (i_program - num_row_programs).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(p_column_key + o, _random_factor(p_seed, 1, o, padded_keys // 2), mask=o < num_columns)
+
+
+@triton.jit
+def _random_factor(p_seed, stream, o_number, numbers_per_head):
+    """Odd random numbers. The lower half of a product knows the lower halves of its factors alone: within a head these
+    are all different, as long as it has no more than 2^14, so that no two rows or columns drop the same."""
+    seed = tl.load(p_seed) + 2 * stream
+    b_upper = tl.randint(seed, o_number).to(tl.int32, bitcast=True)
+    b_head = tl.randint(seed + 1, o_number // numbers_per_head).to(tl.int32, bitcast=True)
+    # Fourteen bits, mixed by steps each of which can be undone.
+    b_lower = ((o_number % numbers_per_head).to(tl.int32) + b_head) & 0x3FFF
+    for step in tl.static_range(3):
+        b_lower = (b_lower * ((b_head >> (6 * step + 4)) | 1)) & 0x3FFF
+        b_lower = b_lower ^ (b_lower >> 7)
+        b_lower = (b_lower * 0x2C1B) & 0x3FFF
+        b_lower = b_lower ^ (b_lower >> 5)
+    return (b_upper & -32768) | (b_lower << 1) | 1

@@ -57,7 +57,7 @@ def responsibilities(
         b_best = tl.full([BLOCK_I, BLOCK_J], float("-inf"), tl.float32)
         for r in tl.static_range(M):
             b_best = tl.maximum(b_best, _component_logit(
-                b_query, d_key, p_row, p_column, p_scale, b_zero, i_batch, i_kv_head, r, o_first_key, o_i, o_j, scale,
+                b_query, d_key, p_row, p_column, p_scale, b_zero, i_batch, i_kv_head, r, o_first_key, o_i, scale,
                 padded_queries, padded_keys, M, SHARED, HAS_ROW, HAS_COLUMN, EQUAL, PRECISION, BLOCK_J, D,
             ))  # fmt: skip
         b_seen = b_seen & (b_best > float("-inf"))
@@ -65,12 +65,12 @@ def responsibilities(
         b_total = tl.zeros([BLOCK_I, BLOCK_J], tl.float32)
         for r in tl.static_range(M):
             b_total += tl.math.exp2(_component_logit(
-                b_query, d_key, p_row, p_column, p_scale, b_zero, i_batch, i_kv_head, r, o_first_key, o_i, o_j, scale,
+                b_query, d_key, p_row, p_column, p_scale, b_zero, i_batch, i_kv_head, r, o_first_key, o_i, scale,
                 padded_queries, padded_keys, M, SHARED, HAS_ROW, HAS_COLUMN, EQUAL, PRECISION, BLOCK_J, D,
             ) - b_best)  # fmt: skip
         for r in tl.static_range(M):
             b_posterior = tl.math.exp2(_component_logit(
-                b_query, d_key, p_row, p_column, p_scale, b_zero, i_batch, i_kv_head, r, o_first_key, o_i, o_j, scale,
+                b_query, d_key, p_row, p_column, p_scale, b_zero, i_batch, i_kv_head, r, o_first_key, o_i, scale,
                 padded_queries, padded_keys, M, SHARED, HAS_ROW, HAS_COLUMN, EQUAL, PRECISION, BLOCK_J, D,
             ) - b_best) / b_total  # fmt: skip
             b_sum = tl.sum(tl.sum(tl.where(b_seen, b_posterior, 0.0), 1), 0)
@@ -80,7 +80,7 @@ def responsibilities(
 
 @triton.jit
 def _component_logit(
-    b_query, d_key, p_row, p_column, p_scale, b_reference, i_batch, i_kv_head, i_component, o_first_key, o_i, o_j,
+    b_query, d_key, p_row, p_column, p_scale, b_reference, i_batch, i_kv_head, i_component, o_first_key, o_i,
     scale, padded_queries, padded_keys,
     M: tl.constexpr, SHARED: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr,
@@ -89,6 +89,6 @@ def _component_logit(
     b_key = load_tile(d_key, i_batch, i_kv_head if SHARED else i_kv_head * M + i_component, o_first_key, BLOCK_J, D)
     b_scale = scale if EQUAL else tl.load(p_scale + i_component)
     return tl.dot(b_query, b_key.T, input_precision=PRECISION) * b_scale + component_bias(
-        p_row, p_column + i_component * padded_keys if HAS_COLUMN else p_column, i_component, o_i, o_j, b_reference,
-        padded_queries, HAS_ROW, HAS_COLUMN, True,
+        p_row, p_column + i_component * padded_keys if HAS_COLUMN else p_column, i_component, o_i, o_first_key,
+        b_reference, padded_queries, HAS_ROW, HAS_COLUMN, True, BLOCK_J,
     )  # fmt: skip

@@ -20,8 +20,8 @@ VARYING = [
     *(f"stride_prior_{axis}" for axis in ("head", "component", "token")),
     *(f"stride_mask_{axis}" for axis in ("batch", "head", "row", "column")),
 ]  # fmt: skip
-# One number for each head: where they start depends on how many heads there are.
-HEAD_NUMBERS = ["p_wide", "p_level"]
+# A number or two for each head or sample: where they start depends on how many there are.
+HEAD_NUMBERS = ["p_wide", "p_level", "p_key_range", "p_query_range"]
 # Kernels that read through descriptors, or rarely, need not know whether a row ends with a word of 16 bytes either.
 VARYING_WITH_WIDTH = [*VARYING, "width", "value_width"]
 
@@ -51,23 +51,56 @@ def load_rows(
 
 
 @triton.jit
+def place(o_token):
+    """Where the term of a token lies, of rows, columns, references, deltas and random numbers alike.
+
+    Of every sixteen columns of a product a thread holds four: 0, 1, 8 and 9, or 2, 3, 10 and 11, and so on. Their terms
+    lie side by side, so that a thread reads them at once.
+    """
+    return (o_token // 16 * 16) | ((o_token & 6) << 1) | ((o_token & 8) >> 2) | (o_token & 1)
+
+
+@triton.jit
+def load_terms(p_terms, o_first, COUNT: tl.constexpr):
+    """Terms of ``COUNT`` tokens from ``o_first`` on, for the columns of a product: see :func:`place`."""
+    return in_order(tl.load(p_terms + o_first + tl.arange(0, COUNT)))
+
+
+@triton.jit
+def in_order(b_terms):
+    """Token by token what has been read in the order in which it lies."""
+    return b_terms.reshape(b_terms.shape[0] // 16, 4, 2, 2).permute(0, 2, 1, 3).reshape(b_terms.shape[0])
+
+
+@triton.jit
+def partial_sums(b_pairs):
+    """``[rows, 4]`` sums of ``[rows, columns]``: four threads hold a row, and ask each other only when all is done."""
+    return tl.sum(tl.sum(b_pairs.reshape(b_pairs.shape[0], b_pairs.shape[1] // 8, 4, 2), 3), 1)
+
+
+@triton.jit
 def component_bias(
-    p_row, p_column, i_component, o_rows, o_columns, b_reference, num_rows,
-    HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, ROWS_FIRST: tl.constexpr, FINITE: tl.constexpr = False,
+    p_row, p_column, i_component, o_row, o_column, b_reference, num_rows,
+    HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, ROWS_FIRST: tl.constexpr, COLUMNS: tl.constexpr,
+    FINITE: tl.constexpr = False,
 ):  # fmt: skip
-    """``row[i, r] + column[j, r] - reference[i]``, ``[rows, columns]`` or its transpose.
+    """``row[i, r] + column[j, r] - reference[i]``, ``[rows, columns]``, or transposed unless ``ROWS_FIRST``.
 
     Args:
         p_row: this head's ``[M, num_rows]``, padded.
         p_column: this head's ``[M, num_columns]``, padded with -inf.
+        o_row: offsets of the rows; transposed, the first of them.
+        o_column: the first of the ``COLUMNS`` columns; transposed, the offsets of all.
         FINITE: see :func:`finite`.
     """
     b_row = finite(-b_reference) if FINITE else -b_reference
     if HAS_ROW:
-        b_row += tl.load(p_row + i_component * num_rows + o_rows)
+        p_row += i_component * num_rows
+        b_row += tl.load(p_row + place(o_row)) if ROWS_FIRST else load_terms(p_row, o_row, b_reference.shape[0])
     b_bias = b_row[:, None] if ROWS_FIRST else b_row[None, :]
     if HAS_COLUMN:
-        b_column = finite(tl.load(p_column + o_columns)) if FINITE else tl.load(p_column + o_columns)
+        b_column = load_terms(p_column, o_column, COLUMNS) if ROWS_FIRST else tl.load(p_column + place(o_column))
+        b_column = finite(b_column) if FINITE else b_column
         b_bias = b_bias + (b_column[None, :] if ROWS_FIRST else b_column[:, None])
     return b_bias
 
@@ -243,19 +276,71 @@ def where_at_least(b_value, o_first, o_second):
     )  # fmt: skip
 
 
+# A pair is dropped if its random number, read as one of fp32 without its sign, lies below the threshold. As that goes
+# by the upper sixteen bits alone, two neighbours fit into a word, which is read as two numbers of fp16.
+_IS_KEPT = tl.constexpr(
+    "{ .reg .pred kept; .reg .b32 word; .reg .f32 number, limit;"
+    " mul.lo.s32 word, $2, $3; mov.b32 number, word; abs.f32 number, number; mov.b32 limit, $4;"
+    " setp.geu.f32 kept, number, limit; selp.f32 $0, $1, 0f00000000, kept; }"
+)
+_ARE_KEPT = tl.constexpr(
+    "{ .reg .pred first, second; .reg .b32 words;"
+    " mul.lo.s32 words, $4, $6; abs.f16x2 words, words; setp.geu.f16x2 first|second, words, $8;"
+    " selp.f32 $0, $2, 0f00000000, first; selp.f32 $1, $3, 0f00000000, second; }"
+)
+_HALVES_ARE_KEPT = tl.constexpr(
+    "{ .reg .b32 words;"
+    " mul.lo.s32 words, $2, $4; abs.f16x2 words, words; set.geu.u32.f16x2 words, words, $6; and.b32 $0, $1, words; }"
+)
+
+
+@triton.jit
+def column_keys(p_column_key, o_column):
+    """The random number of each column: two neighbours have one, of which the even one takes the lower half."""
+    o_both = o_column // 2
+    o_place = (o_both // 16 * 16) | ((o_both & 3) << 2) | ((o_both & 12) >> 2)
+    return tl.load(p_column_key + o_place) << tl.where(o_column % 2 == 0, 16, 0)
+
+
+@triton.jit
+def shared_column_keys(p_column_key, o_first, COUNT: tl.constexpr):
+    """Of ``COUNT`` columns of a product from ``o_first`` on, what two neighbours share."""
+    b_key = tl.load(p_column_key + o_first // 2 + tl.arange(0, COUNT // 2))
+    b_key = b_key.reshape(COUNT // 32, 4, 4).permute(0, 2, 1).reshape(COUNT // 2)
+    return tl.broadcast_to(b_key[:, None], (COUNT // 2, 2)).reshape(COUNT)
+
+
 @triton.jit
 def unless_dropped(b_value, b_row_key, b_column_key, threshold):
-    """Dropout: ``value`` where a pair is kept, else 0, from one odd random number per query and one per key.
+    """Dropout: ``value`` where a pair is kept, else 0, from one random number per row and one per column.
 
     Their product modulo 2^32 is uniform along every row and every column, so one multiplication makes the random number
-    of a pair, the same one in forward and in both backward kernels.
+    of a pair, the same one in forward and in both backward kernels. All is written out, since LLVM gathers comparisons
+    sixteen at a time into words, and then takes them apart again bit by bit, which is more work than the comparisons.
     """
-    b_product = b_row_key * b_column_key
     if _INTERPRETED:
-        return tl.where(b_product.to(tl.uint32, bitcast=True) >= threshold, b_value, 0.0)
-    # Written out, since LLVM gathers comparisons sixteen at a time into words, and then takes them apart again bit by
-    # bit, which is more work than the comparisons.
+        return tl.where(((b_row_key * b_column_key) & 0x7FFFFFFF) >= threshold, b_value, 0.0)
     return tl.inline_asm_elementwise(
-        "{ .reg .pred kept; setp.ge.u32 kept, $2, $3; selp.f32 $0, $1, 0f00000000, kept; }",
-        "=f,f,r,r", [b_value, b_product, threshold.to(tl.uint32)], dtype=tl.float32, is_pure=True, pack=1,
+        _IS_KEPT, "=f,f,r,r,r", [b_value, b_row_key, b_column_key, threshold], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def rows_unless_dropped(b_value, b_row_key, p_column_key, o_first, threshold, HALF: tl.constexpr):
+    """The same for ``value [rows, columns]``, the first column being ``o_first``. In half precision the matrix units
+    lay a block out so that a thread holds two neighbours, which one multiplication and one comparison decide about."""
+    COUNT: tl.constexpr = b_value.shape[1]
+    if _INTERPRETED or not HALF:
+        b_column_key = column_keys(p_column_key, o_first + tl.arange(0, COUNT))
+        return unless_dropped(b_value, b_row_key[:, None], b_column_key[None, :], threshold)
+    b_column_key = shared_column_keys(p_column_key, o_first, COUNT)[None, :]
+    limits = threshold | (threshold >> 16)
+    if b_value.dtype == tl.float32:
+        return tl.inline_asm_elementwise(
+            _ARE_KEPT, "=f,=f,f,f,r,r,r,r,r,r", [b_value, b_row_key[:, None], b_column_key, limits], dtype=tl.float32,
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    return tl.inline_asm_elementwise(
+        _HALVES_ARE_KEPT, "=r,r,r,r,r,r,r,r", [b_value, b_row_key[:, None], b_column_key, limits], dtype=b_value.dtype,
+        is_pure=True, pack=2,
     )  # fmt: skip

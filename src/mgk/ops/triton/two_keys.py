@@ -12,10 +12,14 @@ import triton.language as tl
 from mgk.ops.triton.tiles import (
     HEAD_NUMBERS,
     VARYING_WITH_WIDTH,
+    column_keys,
     finite,
     first_share,
     is_visible,
+    load_terms,
     load_tile,
+    partial_sums,
+    place,
     unless_dropped,
     visible_queries,
     weight_of,
@@ -54,18 +58,18 @@ def attention_backward_two_keys(
     b_second_column = tl.zeros([BLOCK_J], tl.float32)
     if HAS_COLUMN:
         p_column += 2 * i_kv.to(tl.int64) * padded_keys
-        b_first_column = finite(tl.load(p_column + o_j))
-        b_second_column = finite(tl.load(p_column + padded_keys + o_j))
+        b_first_column = finite(tl.load(p_column + place(o_j)))
+        b_second_column = finite(tl.load(p_column + padded_keys + place(o_j)))
     b_first_scale = scale if EQUAL else tl.load(p_scale + 2 * i_kv_head)
     b_second_scale = scale if EQUAL else tl.load(p_scale + 2 * i_kv_head + 1)
     b_column_key = tl.zeros([BLOCK_J], tl.int32)
     if DROPOUT:
-        b_column_key = tl.load(p_column_key + o_j)
+        b_column_key = column_keys(p_column_key + i_kv.to(tl.int64) * (padded_keys // 2), o_j)
     b_grad_value = tl.zeros([BLOCK_J, DV], tl.float32)
     b_first_grad = tl.zeros([BLOCK_J, D], tl.float32)
     b_second_grad = tl.zeros([BLOCK_J, D], tl.float32)
-    b_first_sum = tl.zeros([BLOCK_J], tl.float32)
-    b_second_sum = tl.zeros([BLOCK_J], tl.float32)
+    b_first_sum = tl.zeros([BLOCK_J, 4], tl.float32)
+    b_second_sum = tl.zeros([BLOCK_J, 4], tl.float32)
     for g in range(group_size):
         i_query_head = i_kv_head * group_size + g
         i_head = (i_batch * num_heads + i_query_head).to(tl.int64)
@@ -101,7 +105,7 @@ def attention_backward_two_keys(
     for r in tl.static_range(2):
         b_key = b_first_key if r == 0 else b_second_key
         b_grad_key = b_first_grad if r == 0 else b_second_grad
-        b_sum = b_first_sum if r == 0 else b_second_sum
+        b_sum = tl.sum(b_first_sum if r == 0 else b_second_sum, 1)
         if DROPOUT:
             b_grad_key *= keep_scale
             b_sum *= keep_scale
@@ -137,12 +141,12 @@ def _gather_two_keys(
     o_i = o_first_row + tl.arange(0, BLOCK_I)
     b_query = load_tile(d_query, i_batch, i_query_head, o_first_row, BLOCK_I, D)
     b_grad_out = load_tile(d_grad_out, i_batch, i_query_head, o_first_row, BLOCK_I, DV)
-    b_first_row = finite(-tl.load(p_reference + o_i))
+    b_first_row = finite(-load_terms(p_reference, o_first_row, BLOCK_I))
     b_second_row = b_first_row
     if HAS_ROW:
-        b_first_row += tl.load(p_row + o_i)
-        b_second_row += tl.load(p_row + padded_queries + o_i)
-    b_delta = tl.load(p_delta + o_i)
+        b_first_row += load_terms(p_row, o_first_row, BLOCK_I)
+        b_second_row += load_terms(p_row + padded_queries, o_first_row, BLOCK_I)
+    b_delta = load_terms(p_delta, o_first_row, BLOCK_I)
     b_first = tl.dot(b_first_key, b_query.T, input_precision=PRECISION) * b_first_scale
     b_second = tl.dot(b_second_key, b_query.T, input_precision=PRECISION) * b_second_scale
     b_first += b_first_row[None, :] + b_first_column[:, None]
@@ -168,7 +172,7 @@ def _gather_two_keys(
         b_weight = b_first + b_second
     b_kept_weight = b_weight
     if DROPOUT:
-        b_row_key = tl.load(p_row_key + o_i)
+        b_row_key = load_terms(p_row_key, o_first_row, BLOCK_I)
         b_kept_weight = unless_dropped(b_weight, b_row_key[None, :], b_column_key[:, None], threshold)
         b_grad_weight = unless_dropped(b_grad_weight, b_row_key[None, :], b_column_key[:, None], threshold)
     b_grad_weight -= b_delta[None, :]
@@ -180,8 +184,8 @@ def _gather_two_keys(
         b_first *= b_grad_weight
         b_second *= b_grad_weight
     if HAS_COLUMN:
-        b_first_sum += tl.sum(b_first, 1)
-        b_second_sum += tl.sum(b_second, 1)
+        b_first_sum += partial_sums(b_first)
+        b_second_sum += partial_sums(b_second)
     b_grad_value = tl.dot(b_kept_weight.to(b_grad_out.dtype), b_grad_out, b_grad_value, input_precision=PRECISION)
     b_first_grad = tl.dot(b_first.to(b_query.dtype), b_query, b_first_grad, input_precision=PRECISION)
     b_second_grad = tl.dot(b_second.to(b_query.dtype), b_query, b_second_grad, input_precision=PRECISION)
