@@ -5,6 +5,8 @@ changes its type in a loop. So every kernel that a call would start is translate
 language, and a few are compiled to the end.
 """
 
+import re
+
 import pytest
 import torch
 from cases import make_inputs
@@ -237,3 +239,26 @@ def test_a_step_with_masked_keys_has_no_work_for_warp_groups_after_its_copies(wi
     assert any(groups)
     assert groups == sorted(groups, reverse=True)
     assert not groups[-1]
+
+
+@pytest.mark.parametrize(
+    "preset", [PRESETS[0], *(pytest.param(p, marks=pytest.mark.slow) for p in PRESETS[1:])], ids=str
+)
+@pytest.mark.parametrize("width", [64, *(pytest.param(width, marks=pytest.mark.slow) for width in (16, 128))])
+def test_dropout_finds_two_neighbours_in_a_thread(width, preset, started):
+    """One number decides about both, so the first thing that a thread holds beside a pair must be the next column."""
+    call({**in_half_precision(preset, width), "dropout_p": 0.1})
+    found = 0
+    for kernel, arguments, constants, tile in started:
+        settings = {name: value for name, value in tile.settings().items() if value is not None}
+        if kernel.__name__ not in ("attention_forward", "attention_backward_query"):
+            continue
+        text = triton.compile(source_of(kernel, arguments, constants), target=TARGET, options=settings).asm["ttgir"]
+        layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<.*>)$", text, re.MULTILINE))
+        for line in text.splitlines():
+            if "packed_element = 2" in line:
+                layout = layouts[re.findall(r"#(?:mma|linear|blocked)\d*", line)[-1]]
+                # A product, or the sum of two that lie side by side.
+                assert "nvidia_mma" in layout or re.search(r"register = \[\[0, 0, 1\]", layout), layout
+                found += 1
+    assert found >= 2

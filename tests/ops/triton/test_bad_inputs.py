@@ -19,6 +19,7 @@ BAD = [
     # 7 head dimension
     ({"dim": 257}, ValueError, r"'triton' cannot do a head dimension above 256, got 257: use .*'chunked'"),
     ({"dim": 8, "value_dim": 300}, ValueError, r"'triton' cannot do a value dimension above 256, got 300: use"),
+    ({"dropout_p": 0.98}, ValueError, r"'triton' cannot do a dropout_p above 0.96875, got 0.98: use .*'chunked'"),
     ({"components": 9}, ValueError, r"'triton' cannot do more than 8 components, got 9: use .*'chunked'"),
     ({"kind": "shifted", "components": 9}, ValueError, r"'triton' cannot do more than 8 components, got 9: use"),
     # 9 dtypes

@@ -168,8 +168,13 @@ def test_more_programs_than_16_bits_count(kind, long):
         }
         some_grad = grad.movedim(axis, 0)[part].movedim(0, axis)
         expected_out, expected = gradients_of(some, some_grad)
-        assert torch.equal(out.movedim(axis, 0)[part].movedim(0, axis), expected_out)
-        assert torch.equal(got["query"].movedim(axis, 0)[part].movedim(0, axis), expected["query"])
+        found = [tensor.movedim(axis, 0)[part].movedim(0, axis) for tensor in (out, got["query"])]
+        for here, there in zip(found, (expected_out, expected["query"]), strict=True):
+            # The first query says from where logits are measured, and so how they are rounded.
+            if long == "queries" and part.start != 0:
+                assert error_of(here, there.double()) <= 1e-2
+            else:
+                assert torch.equal(here, there)
 
 
 def test_ranges_of_masks(device):

@@ -39,6 +39,8 @@ from mgk.ops.triton.tiles import (
     weight_of,
 )
 
+HIGHEST_REFERENCE = tl.constexpr(2.0**28)
+
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def attention_delta(
@@ -72,13 +74,16 @@ def attention_delta(
         b_delta -= tl.load(p_grad_normaliser + o_row, mask=m_i, other=0.0)
     b_normaliser = tl.load(p_normaliser + o_row, mask=m_i, other=float("-inf"))
     b_reference = b_normaliser * 1.4426950408889634
+    # Of logits so large fp32 has not one digit behind the point: backward, which rounds them otherwise than forward,
+    # would find weights of any size.
+    b_hopeless = (tl.abs(b_reference) > HIGHEST_REFERENCE) & (b_normaliser != float("inf"))
     if PAIRED:
         b_reference -= tl.load(p_row + i_head.to(tl.int64) * M * padded_queries + place(o_i))
     if HAS_LEVEL:
         i_kv = i_head // num_heads * (num_heads // group_size) + i_head % num_heads // group_size
         b_reference -= tl.load(p_level + i_kv)
-    # Rows that see nothing, and rows beyond the end, weigh nothing.
-    b_reference = tl.where(b_normaliser == float("-inf"), float("inf"), b_reference)
+    # Such rows, rows that see nothing (of which the normaliser is -inf), and rows beyond the end weigh nothing.
+    b_reference = tl.where(b_hopeless, float("inf"), b_reference)
     o_padded = i_head.to(tl.int64) * padded_queries + place(o_i)
     tl.store(p_reference + o_padded, b_reference)
     tl.store(p_delta + o_padded, b_delta * keep_probability)
@@ -526,9 +531,8 @@ def _gather_query(
     b_value = load_tile(d_value, i_batch, i_kv_head, o_first, BLOCK_J, DV)
     b_grad_weight = tl.dot(b_grad_out, b_value.T, input_precision=PRECISION)
     if DROPOUT:
-        b_grad_weight = rows_unless_dropped(
-            b_grad_weight, b_row_key, p_column_key, o_first, threshold, b_query.dtype != tl.float32
-        )
+        AS_PRODUCT: tl.constexpr = b_query.dtype != tl.float32 and not HAS_MASK
+        b_grad_weight = rows_unless_dropped(b_grad_weight, b_row_key, p_column_key, o_first, threshold, AS_PRODUCT)
     b_grad_weight -= b_delta[:, None]
     if CAUSAL or HAS_MASK:
         b_seen = is_visible(

@@ -409,8 +409,8 @@ def _attend(
     if SUM_BY_PRODUCT:
         b_sum = tl.dot(b_factor, tl.full([BLOCK_J, 16], 1.0, b_query.dtype), b_sum)
     if DROPOUT:
-        HALF: tl.constexpr = b_query.dtype != tl.float32
-        b_factor = rows_unless_dropped(b_factor, b_row_key, p_column_key, o_j, threshold, HALF)
+        AS_PRODUCT: tl.constexpr = b_query.dtype != tl.float32 and not HAS_MASK
+        b_factor = rows_unless_dropped(b_factor, b_row_key, p_column_key, o_j, threshold, AS_PRODUCT)
     b_value = load_tile(d_value, i_batch, i_kv_head, o_j, BLOCK_J, DV)
     b_out = tl.dot(b_factor, b_value, b_out, input_precision=PRECISION)
     return b_out, b_sum

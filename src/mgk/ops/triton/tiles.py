@@ -326,13 +326,17 @@ def unless_dropped(b_value, b_row_key, b_column_key, threshold):
 
 
 @triton.jit
-def rows_unless_dropped(b_value, b_row_key, p_column_key, o_first, threshold, HALF: tl.constexpr):
-    """The same for ``value [rows, columns]``, the first column being ``o_first``. In half precision the matrix units
-    lay a block out so that a thread holds two neighbours, which one multiplication and one comparison decide about."""
+def rows_unless_dropped(b_value, b_row_key, p_column_key, o_first, threshold, AS_PRODUCT: tl.constexpr):
+    """The same for ``value [rows, columns]``, the first column being ``o_first``.
+
+    ``AS_PRODUCT``: it lies as the matrix units leave a product of half precision. Then a thread holds two neighbours,
+    which one multiplication and one comparison decide about. (Where a mask of pairs is read, it may lie as that does.)
+    """
     COUNT: tl.constexpr = b_value.shape[1]
-    if _INTERPRETED or not HALF:
+    if _INTERPRETED or not AS_PRODUCT:
         b_column_key = column_keys(p_column_key, o_first + tl.arange(0, COUNT))
-        return unless_dropped(b_value, b_row_key[:, None], b_column_key[None, :], threshold)
+        b_kept = unless_dropped(b_value.to(tl.float32), b_row_key[:, None], b_column_key[None, :], threshold)
+        return b_kept.to(b_value.dtype)
     b_column_key = shared_column_keys(p_column_key, o_first, COUNT)[None, :]
     limits = threshold | (threshold >> 16)
     if b_value.dtype == tl.float32:
