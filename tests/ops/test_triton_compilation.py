@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import ir, make_backend
 from triton.runtime.jit import JITFunction
 
-from mgk.ops.triton import generation, launch, linear_operator, operator, tuning
+from mgk.ops.triton import generation, launch, linear_operator, operator, passes, tuning
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -53,7 +53,7 @@ PRESETS = [
 @pytest.fixture
 def started(monkeypatch):
     """What would have been started: kernel, arguments, compile-time constants and tile."""
-    if not isinstance(operator.forward.attention_forward, JITFunction):
+    if not isinstance(passes.forward.attention_forward, JITFunction):
         pytest.skip("TRITON_INTERPRET=1: nothing is compiled")
     record = []
     monkeypatch.setattr(tuning, "_architecture", lambda index: "sm90")
@@ -106,8 +106,8 @@ def call(configuration):
         0.3, configuration["similarity"] == "gaussian", configuration["is_causal"],
         configuration["assignment"] == "hard", dropout,
     )  # fmt: skip
-    results = operator._run_forward(*tensors, *options)
-    operator._run_backward(torch.empty_like(results[0]), None, *results, *tensors, *options)
+    results = passes.forward_pass(*tensors, *options)
+    passes.backward_pass(torch.empty_like(results[0]), None, *results, *tensors, *options)
     operator.fused_responsibilities(query, key, *tensors[3:9], spans, *options[:3])
     if query.dtype != torch.float32 and masks in ("none", "padding"):
         generation.run(query[:, :, :3], *tensors[1:6], key_mask, *options[:4])

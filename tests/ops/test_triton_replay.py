@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mgk.ops.triton import call, launch, operator, replay, tuning
+from mgk.ops.triton import call, launch, operator, passes, replay, tuning
 
 
 class Compiled:
@@ -33,7 +33,7 @@ class Compiled:
 @pytest.fixture
 def log(monkeypatch):
     """Every start: kernel, programs, arguments with the constants."""
-    if not isinstance(operator.forward.attention_forward, JITFunction):
+    if not isinstance(passes.forward.attention_forward, JITFunction):
         pytest.skip("TRITON_INTERPRET=1: nothing is compiled")
     noted = []
 
@@ -192,7 +192,7 @@ def test_replayed_is_anew(kind, beside, log, held):
     known = inputs | named(results, OUTPUTS)
     again = in_names(replayed, known)
     log.clear()
-    anew_results = forward(second, options, operator._run_forward, others)
+    anew_results = forward(second, options, passes.forward_pass, others)
     assert again == in_names(log, inputs | named(anew_results, OUTPUTS))
     assert len(log) == {"nothing": 3, "one mask": 4, "two masks and dropout": 5}[beside]
 
@@ -201,7 +201,7 @@ def test_replayed_is_anew(kind, beside, log, held):
     known = known | {"grad": grad} | named(gradients, GRADIENTS)
     again = in_names(with_tensors(log, [*held, grad, *given]), known)
     log.clear()
-    anew = backward(results, second, options, grad, operator._run_backward, others)
+    anew = backward(results, second, options, grad, passes.backward_pass, others)
     known = {name: tensor for name, tensor in known.items() if not name.startswith("grad_")} | named(anew, GRADIENTS)
     assert again == in_names(log, known)
     for got, expected in zip((*results, *gradients), (*anew_results, *anew), strict=True):
@@ -275,7 +275,7 @@ def test_what_hardly_comes_again_is_thought_through(other, log):
     others[BESIDE.index(other)] = torch.ones(1)
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operator, "_run_forward", lambda *inputs: seen.append(inputs))
+        patch.setattr(operator, "forward_pass", lambda *inputs: seen.append(inputs))
         operator.run_forward(*tensors, *others, *options)
     assert len(seen) == 1
     assert not replay._recordings

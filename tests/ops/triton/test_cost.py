@@ -25,8 +25,8 @@ PADDED_BLOCK = 16 if INTERPRETED else 128
 
 SHAPES = [
     {},
-    {"components": 4},
-    {"queries": 21, "keys": 33, "value_dim": 24, "heads": 4, "kv_heads": 2},
+    {"components": 3},
+    {"queries": 21, "keys": 33, "value_dim": 12, "heads": 4, "kv_heads": 2},
     {"is_causal": True},
     {"is_causal": True, "keys": 40, "kv_heads": 1},
     {"is_causal": True, "keys": 7},

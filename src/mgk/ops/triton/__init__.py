@@ -126,7 +126,8 @@ def _attend(
     return attend(
         query, key, value, problem.shift, problem.log_prior, scales, problem.attn_mask, problem.key_mask,
         problem.query_mask, seed, *spans, scale, problem.similarity == "gaussian", problem.is_causal,
-        problem.assignment == "hard", problem.dropout_p,
+        # Of one component there is nothing to choose.
+        problem.assignment == "hard" and problem.num_components > 1, problem.dropout_p,
     )  # fmt: skip
 
 

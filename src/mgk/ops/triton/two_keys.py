@@ -1,7 +1,7 @@
 """The backward kernel for keys and values where there are two projected keys: the two are done at once.
 
-They share the gradient of their weights, and under hard assignment compete for it. :mod:`mgk.ops.triton.backward` does
-one key after the other, and has the algebra.
+They share the gradient of their weights, and under hard assignment compete for it. The kernel of
+:mod:`mgk.ops.triton.key_value_gradients` does one key after the other; :mod:`mgk.ops.triton.backward` has the algebra.
 """
 
 from __future__ import annotations
