@@ -152,17 +152,34 @@ def test_rows_and_columns_keep_as_coins_would(device):
     assert abs(corners.mean() - expected) < 4 * (expected * (1 - expected) / corners.numel()) ** 0.5
 
 
-def test_no_two_rows_or_columns_of_a_head_have_one_number(device):
-    """P23: even columns are dropped by the lower halves of two numbers alone, which would soon meet by chance."""
+def random_keys(device, **sizes):
+    """Numbers of rows ``[heads, padded]`` and of two columns ``[heads, padded / 2]``."""
     from mgk.ops.triton.call import Call
 
-    inputs = make_inputs(batch=2, heads=4, kv_heads=2, queries=900, keys=1500, dim=16, dtype=ONE_DTYPE, device=device)
+    inputs = make_inputs(dim=16, dtype=ONE_DTYPE, device=device, **sizes)
     seed = torch.tensor([3], device=device)
     tensors = (inputs["query"], inputs["key"], inputs["value"], None, None, None, None, None, None, seed)
     call = Call(*tensors, None, None, 1.0, True, False, False, DROPOUT)
-    rows = call.row_key.view(8, call.padded_queries)
-    columns = call.column_key.view(4, call.padded_keys // 2)
-    for heads in (rows, columns):
+    return call.row_key.view(-1, call.padded_queries), call.column_key.view(-1, call.padded_keys // 2)
+
+
+@pytest.mark.parametrize("parity", [0, 1], ids=["even", "odd"])
+def test_rows_drop_independently_of_each_other(parity, device):
+    """P23: as often together as coins would, but for one pair of rows in two hundred."""
+    rows, columns = (keys[0].long() for keys in random_keys(device, batch=1, heads=1, queries=1024, keys=4096))
+    product = rows[:, None] * columns << (0 if parity else 16)
+    kept = (product & 0x7FFFFFFF) >= round(DROPOUT * 2**15) << 16
+    drops = (kept.double() - (1 - DROPOUT)) / (DROPOUT * (1 - DROPOUT)) ** 0.5
+    assert abs(drops.mean()) < 4 / drops.numel() ** 0.5
+    together = (drops @ drops.T / drops.shape[1] ** 0.5)[*torch.triu_indices(len(rows), len(rows), 1)]
+    assert abs(together.mean()) < 0.05
+    assert abs(together.std() - 1) < 0.1
+    assert (together.abs() > 5).double().mean() < 0.005
+
+
+def test_no_two_rows_or_columns_of_a_head_have_one_number(device):
+    """P23: even columns are dropped by the lower halves of two numbers alone, which would soon meet by chance."""
+    for heads in random_keys(device, batch=2, heads=4, kv_heads=2, queries=900, keys=1500):
         assert (heads % 2 == 1).all()
         lower = heads & 0x7FFF
         assert all(len(head.unique()) == len(head) for head in lower)
