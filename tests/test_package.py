@@ -78,6 +78,8 @@ COMMANDS = {
     r"pip install -e \.": "Makefile",
     r"python examples/tiny_language_model\.py .*": "test_language_model_example_learns",
     r"python benchmarks/variant_costs\.py": "test_costs_are_those_that_are_counted",
+    r"python benchmarks/instructions\.py .*": "test_instructions_of_a_pair_are_counted",
+    r"python benchmarks/tiles\.py .*": "test_tiles_are_timed",
     r"mgk generate .*": "test_language_model_example_learns",
     r"mgk demo( .*)?": "test_a_short_demo",
     r"mgk recipes( \S+)?": "test_recipes",
@@ -217,6 +219,25 @@ def test_benchmark_prints_its_ratios():
     out = run("benchmarks/cpu_attention.py", "--tokens", "128", "--repeats", "1", "--batch", "1")
     rows = re.findall(r"^ +(softmax|gaussian|smgk|mgk) +\d+ .*x$", out, re.MULTILINE)
     assert sorted(rows) == sorted(["softmax", "gaussian", "smgk", "mgk"] * 2)
+
+
+def test_instructions_of_a_pair_are_counted():
+    """A few of them anybody could count: one exponential, two forms of the weights in half precision, no spills."""
+    pytest.importorskip("triton")
+    out = run("benchmarks/instructions.py", "--preset", "gaussian", "--head-dim", "32")
+    kernels = re.findall(r"head_dim 32, (\w+): ([\d.]+) a pair, \d+ registers, 0 spills.*\n +(.*)", out)
+    assert [name for name, *_ in kernels] == ["forward", "key_value", "query"]
+    for _, total, counts in kernels:
+        assert 4 < float(total) < 20
+        assert "MUFU 1.00" in counts
+    assert [re.search(r"F2FP ([\d.]+)", counts)[1] for *_, counts in kernels] == ["0.50", "1.00", "0.50"]
+
+
+@pytest.mark.gpu
+def test_tiles_are_timed():
+    arguments = ["--preset", "smgk", "--shape", "2,2,512,32", "--kernel", "forward", "--tile", "64,64,4,2"]
+    out = run("benchmarks/tiles.py", *arguments, "--processes", "2")
+    assert sorted(re.findall(r"ms  (.*)", out)) == ["(64, 64, 4, 2, None)", "of the table"]
 
 
 def load_benchmark(name):

@@ -1,0 +1,100 @@
+"""Times of the fused kernels with other tiles than those of the table, on this GPU: how the table was made.
+
+Everything is compiled first, by many processes at a time, then timed by one: a whole forward pass for tiles of the
+forward kernel, else a whole backward pass, so that differences are those of the kernel. What does not fit is left out::
+
+    python benchmarks/tiles.py --preset smgk --shape 32,4,4096,64 --kernel key_value --tile 64,64,4,3 --tile 64,64,4,2
+    python benchmarks/tiles.py --preset gaussian --shape 4,8,16384,64,causal --kernel forward      # some usual ones
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterable
+
+import torch
+from fused_calls import KERNELS, PRESETS, passes_of
+
+from mgk.benchmark.shape import Shape
+from mgk.benchmark.timing import Candidate, StreamClock
+from mgk.ops.triton import tuning
+
+SAMPLES = 11
+usual_tile, usual_sum = tuning.choose_tile, tuning.sums_by_product
+
+
+def parse(text: str) -> tuning.Tile:
+    """``rows,columns,warps,stages`` and perhaps ``registers``."""
+    return tuning.Tile(*map(int, text.split(",")))
+
+
+def use(kernel: str, tile: tuning.Tile | None, by_product: bool | None) -> None:
+    """From now on; ``None``: as usual."""
+    tuning.choose_tile = lambda asked, device: tile if tile and asked.name == kernel else usual_tile(asked, device)
+    tuning.sums_by_product = usual_sum if by_product is None else lambda *_: by_product
+
+
+def tried(arguments: argparse.Namespace) -> list[tuple[tuning.Tile | None, bool | None]]:
+    tiles = [None, *(map(parse, arguments.tile) if arguments.tile else tuning.CANDIDATES)]
+    ways = (False, True) if arguments.by_product else (None,)
+    return [(tile, way) for way in ways for tile in tiles]
+
+
+def compile_some(
+    arguments: argparse.Namespace, preset: str, share: Iterable[tuple[tuning.Tile | None, bool | None]]
+) -> None:
+    """In a process of its own: on few tokens, for which the same is compiled."""
+    shape = Shape.parse(arguments.shape)
+    for tile, by_product in share:
+        use(arguments.kernel, tile, by_product)
+        try:
+            _, backward = passes_of(preset, 2, shape.heads, 512, shape.head_dim, shape.is_causal, "cuda")
+            backward()
+        except Exception as error:  # what does not fit is found again when it is timed
+            print(f"{tile}: {error!r}"[:120], file=sys.stderr)
+    torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", action="append", choices=PRESETS, required=True, help="again for more")
+    parser.add_argument("--shape", required=True, help="B,H,N,D or B,H,N,D,causal; H are the heads of the preset")
+    parser.add_argument("--kernel", choices=KERNELS, required=True)
+    parser.add_argument("--tile", action="append", help="rows,columns,warps,stages[,registers]; again for more")
+    parser.add_argument("--by-product", action="store_true", help="try to add up weights by a product, and without")
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    everything = tried(arguments)
+    if arguments.share is not None:
+        for preset in arguments.preset:
+            compile_some(arguments, preset, everything[arguments.share :: arguments.processes])
+        return
+    command = [sys.executable, *sys.argv]
+    running = [subprocess.Popen([*command, "--share", str(share)]) for share in range(arguments.processes)]
+    for process in running:
+        process.wait()
+    shape, clock = Shape.parse(arguments.shape), StreamClock(torch.device("cuda"))
+    for preset in arguments.preset:
+        use(arguments.kernel, None, None)
+        sizes = (shape.batch, shape.heads, shape.tokens, shape.head_dim, shape.is_causal)
+        call = passes_of(preset, *sizes, "cuda")[0 if arguments.kernel == "forward" else 1]
+        times: list[tuple[float, str]] = []
+        for tile, by_product in everything:
+            use(arguments.kernel, tile, by_product)
+            try:
+                call()
+            except Exception as error:
+                print(f"{preset}: {tile} left out, {type(error).__name__}")
+                continue
+            samples = sorted(clock.sample(Candidate(name="", call=call), 1.0) for _ in range(SAMPLES))
+            name = "of the table" if tile is None else str(tuple(tile))
+            times.append((samples[SAMPLES // 2], name + {None: "", False: "", True: ", sums by product"}[by_product]))
+        for time, name in sorted(times):
+            print(f"{preset}, {arguments.kernel}, {shape}: {time:.3f} ms  {name}")
+
+
+if __name__ == "__main__":
+    main()
