@@ -8,8 +8,6 @@ from mgk.benchmark.document_matcher import Matcher, MatcherStep, random_pairs
 from mgk.benchmark.plan import check_presets
 from mgk.benchmark.retrieval import compare, matchers
 from mgk.benchmark.timing import Effort
-from mgk.benchmark.training_step import strategy_of
-from mgk.training.graphs import unsupported
 
 CPU = torch.device("cpu")
 
@@ -24,14 +22,6 @@ def test_a_stock_kernel_changes_nothing_but_the_time():
     with stock._inference():
         assert torch.allclose(stock._evaluate(), expected, atol=1e-5)
     assert stock.error < 1e-5
-
-
-@pytest.mark.parametrize(("precision", "is_recorded"), [(torch.bfloat16, True), (torch.float16, True), (None, False)])
-def test_dropout_is_recorded_where_the_loop_records_it(precision, is_recorded):
-    gpu = torch.device("cuda")
-    model = MatcherStep(Matcher(attention="smgk", heads=4, drops_out=True), random_pairs(2, 24, CPU), CPU).model
-    assert model.config.attention_dropout > 0
-    assert (unsupported(model, gpu, strategy_of(gpu, precision)) is None) == is_recorded
 
 
 def test_the_step_trains():

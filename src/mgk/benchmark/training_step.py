@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from lightning.fabric.plugins.precision import MixedPrecision
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -74,7 +73,7 @@ class TrainingStep:
 
     def record(self) -> bool:
         """Make the update a CUDA graph if the loop would. The second call of a shape is the one that is recorded."""
-        if graphs.unsupported(self.model, self.device, strategy_of(self.device, self.precision)) is not None:
+        if graphs.unsupported(self.model, self.device, SingleDeviceStrategy(self.device)) is not None:
             return False
         self._graphs = GraphedStep(self._pass, dict, self.device)
         with warnings.catch_warnings(record=True) as heard:
@@ -88,14 +87,6 @@ class TrainingStep:
             loss = self.model(**batch, num_items_in_batch=num_targets).loss
         (loss * scale).backward()
         return loss.detach()
-
-
-def strategy_of(device: torch.device, precision: torch.dtype | None) -> SingleDeviceStrategy:
-    """What the loop would hand the step to; it knows in which precision. ``None``: fp32."""
-    if precision is None:
-        return SingleDeviceStrategy(device)
-    name: Literal["bf16-mixed", "16-mixed"] = "bf16-mixed" if precision == torch.bfloat16 else "16-mixed"
-    return SingleDeviceStrategy(device, precision=MixedPrecision(name, device=device.type))
 
 
 def allocated_bytes(device: torch.device) -> int:
