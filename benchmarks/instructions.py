@@ -93,14 +93,15 @@ def disassembled(cubin: bytes) -> tuple[list[Instruction], int]:
 
 def hot_loop(instructions: list[Instruction]) -> list[str]:
     """The first loop with products that has no other in it: blocks of which every pair is seen."""
-    loops = []
+    loops = {}
     for address, line in instructions:
         target = re.search(r"\bBRA\b.*\s0x([0-9a-f]+)", line)
         if target and int(target[1], 16) < address:
             body = [each for each in instructions if int(target[1], 16) <= each[0] <= address]
             if any("HGMMA" in each for _, each in body) and len(body) >= 100:
-                loops.append(body)
-    inner = [a for a in loops if not any(b is not a and a[0] <= b[0] and b[-1] <= a[-1] for b in loops)]
+                loops[body[0], body[-1]] = body
+    bodies = list(loops.values())
+    inner = [a for a in bodies if not any(b is not a and a[0] <= b[0] and b[-1] <= a[-1] for b in bodies)]
     return [re.sub(r"^@!?U?P\w+\s+", "", line) for _, line in inner[0]]
 
 

@@ -194,6 +194,7 @@ CALLS = {
     "grouped heads, cross attention": lambda backend: attend(backend, {"heads": 2, "keys": 21}),
     "hard assignment": lambda backend: attend(backend, assignment="hard"),
     "dropout on a mixture": lambda backend: attend(backend, dropout_p=0.1),
+    "dropout on a mixture, above 0.96875": lambda backend: attend(backend, dropout_p=0.98),
     "log density, responsibilities": statistics,
     "linear attention, `elu` and `relu`": lambda backend: linear(backend, "elu", "relu"),
     "linear attention, `dpfp` and `favor`": lambda backend: linear(backend, "dpfp", "favor"),

@@ -5,7 +5,9 @@ changes its type in a loop. So every kernel that a call would start is translate
 language, and a few are compiled to the end.
 """
 
+import itertools
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -241,24 +243,32 @@ def test_a_step_with_masked_keys_has_no_work_for_warp_groups_after_its_copies(wi
     assert not groups[-1]
 
 
-@pytest.mark.parametrize(
-    "preset", [PRESETS[0], *(pytest.param(p, marks=pytest.mark.slow) for p in PRESETS[1:])], ids=str
-)
-@pytest.mark.parametrize("width", [64, *(pytest.param(width, marks=pytest.mark.slow) for width in (16, 128))])
-def test_dropout_finds_two_neighbours_in_a_thread(width, preset, started):
+DROPPING = [
+    (90, PRESETS[0], 64, True),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in itertools.product((90,), PRESETS, (16, 128), (True, False))
+    ),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in itertools.product((80, 100), PRESETS, (64,), (True,))),
+]
+
+
+@pytest.mark.parametrize(("architecture", "preset", "width", "is_causal"), DROPPING, ids=str)
+def test_dropout_finds_two_neighbours_in_a_thread(architecture, preset, width, is_causal, started):
     """One number decides about both, so the first thing that a thread holds beside a pair must be the next column."""
-    call({**in_half_precision(preset, width), "dropout_p": 0.1})
-    found = 0
+    call({**in_half_precision(preset, width), "is_causal": is_causal, "dropout_p": 0.1})
+    target = GPUTarget("cuda", architecture, 32)
+    found = Counter()
     for kernel, arguments, constants, tile in started:
         settings = {name: value for name, value in tile.settings().items() if value is not None}
         if kernel.__name__ not in ("attention_forward", "attention_backward_query"):
             continue
-        text = triton.compile(source_of(kernel, arguments, constants), target=TARGET, options=settings).asm["ttgir"]
+        text = triton.compile(source_of(kernel, arguments, constants), target=target, options=settings).asm["ttgir"]
         layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<.*>)$", text, re.MULTILINE))
         for line in text.splitlines():
             if "packed_element = 2" in line:
                 layout = layouts[re.findall(r"#(?:mma|linear|blocked)\d*", line)[-1]]
                 # A product, or the sum of two that lie side by side.
-                assert "nvidia_mma" in layout or re.search(r"register = \[\[0, 0, 1\]", layout), layout
-                found += 1
-    assert found >= 2
+                assert "nvidia_mma" in layout or re.search(r"register = \[\[(0, )+1\]", layout), layout
+                found[kernel.__name__] += 1
+    assert len(found) == 2, found

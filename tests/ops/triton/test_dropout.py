@@ -159,7 +159,7 @@ def random_keys(device, **sizes):
     inputs = make_inputs(dim=16, dtype=ONE_DTYPE, device=device, **sizes)
     seed = torch.tensor([3], device=device)
     tensors = (inputs["query"], inputs["key"], inputs["value"], None, None, None, None, None, None, seed)
-    call = Call(*tensors, None, None, 1.0, True, False, False, DROPOUT)
+    call = Call(*tensors, None, 1.0, True, False, False, DROPOUT)
     return call.row_key.view(-1, call.padded_queries), call.column_key.view(-1, call.padded_keys // 2)
 
 
@@ -196,11 +196,12 @@ def test_a_rate_of_zero_is_no_dropout(kind, dtype, device):
     assert torch.equal(attend(inputs, dropout_p=0.0), attend(inputs))
 
 
-@pytest.mark.parametrize("rate", [0.01, 0.5, 0.9, 0.96])
+@pytest.mark.parametrize("rate", [0.01, 0.5, 0.9, 0x7C00 / 2**15])
 def test_rates(rate, device):
     """P23: the mean of the output does not depend on the rate."""
     inputs = make_inputs(dtype=ONE_DTYPE, device=device, **SIZES)
     dropped = seeded(identity_of_values(inputs), dropout_p=rate).double()
+    rate = round(rate * 2**14) / 2**14  # of as many bits as the kernels compare
     pairs = dropped.numel()
     assert abs(float((dropped != 0).sum()) / pairs - (1 - rate)) < 4 * (rate * (1 - rate) / pairs) ** 0.5
     kept = dropped != 0

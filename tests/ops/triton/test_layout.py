@@ -186,7 +186,7 @@ def test_ranges_of_masks(device):
     masks[0, :7] = masks[1, 3] = masks[1, -1] = masks[2, length // 2 :] = masks[4] = True
     inputs = make_inputs(kind="shifted", batch=5, heads=1, queries=length, dim=16, dtype=ONE_DTYPE, device=device)
     tensors = (inputs["query"], inputs["key"][:, :, None], inputs["value"], inputs["shift"], None, None, None)
-    options = (None, None, None, 1.0, True, False, False, 0.0)
+    options = (None, None, 1.0, True, False, False, 0.0)
     expected = [[0, 7], [3, length], [length // 2, length], [0, 0], [0, length]]
     for key_mask, query_mask in ((masks, None), (None, masks.T.contiguous().T)):
         call = Call(*tensors, key_mask, query_mask, *options)

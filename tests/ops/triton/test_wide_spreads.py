@@ -276,3 +276,17 @@ def test_wide_gradients_match_the_oracle(kind, device):
     _, expected = expected_with_gradients(inputs, grad)
     for name, gradient in got.items():
         assert (gradient - expected[name]).abs().max() <= 2e-3 * expected[name].abs().max(), name
+
+
+@every_kind
+@pytest.mark.parametrize("assignment", ["soft", "hard"])
+@pytest.mark.parametrize("size", [1e7, 1e16])
+def test_beyond_what_fp32_can_tell_apart_there_is_no_gradient(kind, assignment, size, device):
+    """P17: logits that forward and backward round to different numbers would make weights of any size of them."""
+    inputs = make_inputs(kind=kind, queries=20, dim=16, assignment=assignment, dtype=torch.float32, device=device)
+    for name in ("query", "key"):
+        inputs[name] = inputs[name] * size
+    out, gradients = gradients_of(inputs, random_grad(inputs))
+    assert out.isfinite().all()
+    for name, gradient in gradients.items():
+        assert gradient is None or not gradient.any(), name

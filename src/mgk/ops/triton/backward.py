@@ -59,9 +59,9 @@ def attention_delta(
         b_delta -= tl.load(p_grad_normaliser + o_row, mask=m_i, other=0.0)
     b_normaliser = tl.load(p_normaliser + o_row, mask=m_i, other=float("-inf"))
     b_reference = b_normaliser * 1.4426950408889634
-    # Of logits so large fp32 has not one digit behind the point: backward, which rounds them otherwise than forward,
+    # Between logits so large fp32 cannot tell a factor of 2^32: backward, which rounds them otherwise than forward,
     # would find weights of any size.
-    b_hopeless = (tl.abs(b_reference) > HIGHEST_REFERENCE) & (b_normaliser != float("inf"))
+    b_hopeless = tl.abs(b_reference) > HIGHEST_REFERENCE
     if PAIRED:
         b_reference -= tl.load(p_row + i_head.to(tl.int64) * M * padded_queries + place(o_i))
     if HAS_LEVEL:

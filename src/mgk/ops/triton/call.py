@@ -14,7 +14,8 @@ from mgk.ops.triton.launch import launch
 from mgk.ops.triton.layout import aligned, block_width, count_blocks
 
 LOG2_E = math.log2(math.e)
-# Lengths of padded terms are a multiple of every block size, so that no load needs a mask.
+# Lengths of padded terms are a multiple of every block size, so that no load needs a mask, and of 32, the tokens among
+# which random numbers change places.
 PADDING = 128
 # A small kernel works on this many numbers.
 BLOCK = 1024
@@ -96,7 +97,7 @@ class Call(TermsLayout):
     def __init__(
         self, query: Tensor, key: Tensor, value: Tensor | None, shift: Tensor | None, log_prior: Tensor | None,
         scales: Tensor | None, attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None,
-        seed: Tensor | None, query_spans: Tensor | None, key_spans: Tensor | None, scale: float, gaussian: bool,
+        seed: Tensor | None, query_spans: Tensor | None, scale: float, gaussian: bool,
         is_causal: bool, hard: bool, dropout_p: float, saved: Tensor | None = None, pairs_are_left: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(query, key, shift, log_prior, scales, key_mask, gaussian, hard)
@@ -107,7 +108,7 @@ class Call(TermsLayout):
         self.scale = scale * LOG2_E
         self.scales = None if scales is None else (scales.float() * LOG2_E).contiguous()
         self.shift = None if shift is None else shift.float().contiguous()
-        self.log_prior, self.attn_mask, self.seed, self.gaussian = log_prior, attn_mask, seed, gaussian
+        self.log_prior, self.attn_mask, self.gaussian = log_prior, attn_mask, gaussian
 
         shared = shift is not None or self.components == 1
         self.key_range = self.query_range = None
@@ -132,8 +133,10 @@ class Call(TermsLayout):
             "DROPOUT": seed is not None,
             "PRECISION": "ieee",
         }
-        # Of a random number fifteen bits are compared, and the sixteen below them left.
-        self.threshold, self.keep_probability = round(dropout_p * 2**15) << 16, 1.0 - dropout_p
+        # Of a random number fifteen bits are compared, and the sixteen below them left; the last of the fifteen is
+        # always set in even columns.
+        dropped = round(dropout_p * 2**14)
+        self.threshold, self.keep_probability = dropped << 17, 1.0 - dropped / 2**14
         self.mask_strides: tuple[int, ...] = (0, 0, 0, 0)
         if attn_mask is not None:
             sizes = zip(attn_mask.shape, attn_mask.stride(), strict=True)

@@ -92,7 +92,8 @@ def attention_backward_key_value(
                 p_head_row = p_row + i_head * M * padded_queries
             p_head_mask = p_mask
             if HAS_MASK:
-                p_head_mask = p_mask + i_batch.to(tl.int64) * stride_mask_batch + i_query_head * stride_mask_head
+                p_head_mask = p_mask + i_batch.to(tl.int64) * stride_mask_batch
+                p_head_mask += i_query_head.to(tl.int64) * stride_mask_head
             p_head_alpha = p_alpha
             if PAIRED:
                 p_head_alpha = p_alpha + i_head * padded_queries

@@ -88,11 +88,13 @@ class _Plan(NamedTuple):
 
 
 def _segments_wanted(heads: int, width: int, is_mixture: bool) -> int:
-    """So many that all of a large GPU is busy, and no more: every segment has a state in memory. (Measured: narrow
-    heads, and keys that are no mixture, leave room for more programs on a multiprocessor.)"""
+    """So many that all of a large GPU is busy, and no more: every segment has a state in memory, which grows with the
+    square of the width. (Measured: narrow heads, and keys that are no mixture, leave room for more programs on a
+    multiprocessor.)"""
     if tuning.is_interpreted():
         return 2
-    return count_blocks((4 if width > 32 and is_mixture else 8) * PROGRAMS, heads)
+    programs = 2 if width > 64 else 4 if width > 32 and is_mixture else 8
+    return count_blocks(programs * PROGRAMS, heads)
 
 
 def _plan(

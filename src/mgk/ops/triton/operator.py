@@ -34,7 +34,7 @@ def fused_responsibilities(
     """``sum over visible (i, j) of p(r | i, j)``, ``[Hkv, M]``."""
     with on_device(query):
         call = Call(
-            query, key, None, shift, log_prior, scales, attn_mask, key_mask, None, None, query_spans, None, scale,
+            query, key, None, shift, log_prior, scales, attn_mask, key_mask, None, None, query_spans, scale,
             gaussian, is_causal, False, 0.0,
         )  # fmt: skip
         tile = call.tile("query")

@@ -59,7 +59,7 @@ def forward_pass(
         # The forward kernel makes the rows of a pair itself.
         call = Call(
             query, key, value, shift, log_prior, scales, attn_mask, key_mask, query_mask, seed, query_spans,
-            key_spans, scale, gaussian, is_causal, hard, dropout_p, pairs_are_left=True,
+            scale, gaussian, is_causal, hard, dropout_p, pairs_are_left=True,
         )  # fmt: skip
         assert call.value is not None
         values = call.value
@@ -78,7 +78,7 @@ def forward_pass(
         )
         scalars = (call.scale, call.threshold, 1.0 / call.keep_probability)
 
-        by_product = tuning.sums_by_product(call.kernel("forward"), widths["DV"])
+        by_product = call.joined and seed is None and tuning.sums_by_product(call.kernel("forward"), widths["DV"])
 
         def run(tile: tuning.Tile) -> None:
             # Rows are made up to the end of the padding, which backward reads.
@@ -134,7 +134,7 @@ def backward_pass(
     with on_device(query):
         call = Call(
             query, key, value, shift, log_prior, scales, attn_mask, key_mask, query_mask, seed, query_spans,
-            key_spans, scale, gaussian, is_causal, hard, dropout_p, terms,
+            scale, gaussian, is_causal, hard, dropout_p, terms,
         )  # fmt: skip
         assert call.value is not None
         values, components = call.value, call.components

@@ -96,7 +96,7 @@ def logit_terms(
                 i_kv_head, i_kv,
                 o_first, stride_key_batch, stride_key_head, stride_key_token, stride_prior_head, stride_prior_component,
                 stride_prior_token, scale, limit, num_keys, padded_keys, width,
-                M, SHARED, PAIRED, HARD, GAUSSIAN, HAS_SHIFT, HAS_PRIOR, HAS_ORIGIN, HAS_KEY_MASK, EQUAL, BLOCK, D,
+                M, SHARED, PAIRED, HARD, GAUSSIAN, HAS_SHIFT, HAS_PRIOR, HAS_KEY_MASK, EQUAL, BLOCK, D,
             )  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def _column_terms(
     stride_batch, stride_head, stride_token, stride_prior_head, stride_prior_component, stride_prior_token, scale,
     limit, num_keys, padded_keys, width,
     M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, HARD: tl.constexpr, GAUSSIAN: tl.constexpr,
-    HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
     EQUAL: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """``column [B, Hkv, M, padded]``, -inf at masked keys and beyond the end, and ``rho`` of a pair: by what factor the
@@ -245,15 +245,16 @@ def random_keys(
 
 @triton.jit
 def _random_factor(p_seed, stream, o_number, numbers_per_head):
-    """Odd random numbers. The lower half of a product knows the lower halves of its factors alone: within a head these
-    are all different, as long as it has no more than 2^14, so that no two rows or columns drop the same."""
+    """Odd random numbers. The lower half of a product knows the lower halves of its factors alone: of 2^14 numbers of
+    a head these are all different, in an order that is drawn, so that no two rows or columns drop the same."""
     seed = tl.load(p_seed) + 2 * stream
     b_upper = tl.randint(seed, o_number).to(tl.int32, bitcast=True)
-    b_head = tl.randint(seed + 1, o_number // numbers_per_head).to(tl.int32, bitcast=True)
+    o_token = (o_number % numbers_per_head).to(tl.int32)
+    b_order = tl.randint(seed + 1, (o_number // numbers_per_head << 20) + (o_token >> 14)).to(tl.int32, bitcast=True)
     # Fourteen bits, mixed by steps each of which can be undone.
-    b_lower = ((o_number % numbers_per_head).to(tl.int32) + b_head) & 0x3FFF
+    b_lower = (o_token + b_order) & 0x3FFF
     for step in tl.static_range(3):
-        b_lower = (b_lower * ((b_head >> (6 * step + 4)) | 1)) & 0x3FFF
+        b_lower = (b_lower * ((b_order >> (6 * step + 4)) | 1)) & 0x3FFF
         b_lower = b_lower ^ (b_lower >> 7)
         b_lower = (b_lower * 0x2C1B) & 0x3FFF
         b_lower = b_lower ^ (b_lower >> 5)

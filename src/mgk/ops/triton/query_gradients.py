@@ -79,7 +79,7 @@ def attention_backward_query(
     b_reference = tl.load(p_reference + i_head.to(tl.int64) * padded_queries + place(o_i))
     b_delta = tl.load(p_delta + i_head.to(tl.int64) * padded_queries + place(o_i))
     b_grad_query = tl.zeros([BLOCK_I, D], tl.float32)
-    # One column for each component; the factored pair keeps the sum of its first component in a vector.
+    # One column for each component; a pair keeps the sums of its first component, one for each thread of a row.
     b_grad_row = tl.zeros([BLOCK_I, 4], tl.float32) if PAIRED else tl.zeros([BLOCK_I, 8], tl.float32)
     for o_j in tl.range(first_key, end_full, BLOCK_J):
         b_grad_query, b_grad_row = _gather_query(

@@ -220,7 +220,7 @@ def first_share(b_difference):
 @triton.jit
 def finite(b_term):
     """A term of a logit; instead of -inf so low that weights are 0 all the same, but differences are numbers."""
-    return tl.maximum(b_term, -1e30)
+    return tl.maximum(b_term, -1e38)
 
 
 @triton.jit
@@ -312,11 +312,11 @@ def shared_column_keys(p_column_key, o_first, COUNT: tl.constexpr):
 
 @triton.jit
 def unless_dropped(b_value, b_row_key, b_column_key, threshold):
-    """Dropout: ``value`` where a pair is kept, else 0, from one random number per row and one per column.
+    """Dropout: ``value`` where a pair is kept, else 0, from the random numbers of its row and of its column.
 
-    Their product modulo 2^32 is uniform along every row and every column, so one multiplication makes the random number
-    of a pair, the same one in forward and in both backward kernels. All is written out, since LLVM gathers comparisons
-    sixteen at a time into words, and then takes them apart again bit by bit, which is more work than the comparisons.
+    The upper half of their product modulo 2^32 decides, so one multiplication makes the random number of a pair, the
+    same one in forward and in both backward kernels. All is written out, since LLVM gathers comparisons sixteen at a
+    time into words, and then takes them apart again bit by bit, which is more work than the comparisons.
     """
     if _INTERPRETED:
         return tl.where(((b_row_key * b_column_key) & 0x7FFFFFFF) >= threshold, b_value, 0.0)

@@ -78,7 +78,8 @@ def attention_backward_two_keys(
             p_head_row = p_row + 2 * i_head * padded_queries
         p_head_mask = p_mask
         if HAS_MASK:
-            p_head_mask = p_mask + i_batch.to(tl.int64) * stride_mask_batch + i_query_head * stride_mask_head
+            p_head_mask = p_mask + i_batch.to(tl.int64) * stride_mask_batch
+            p_head_mask += i_query_head.to(tl.int64) * stride_mask_head
         p_head_key = p_row_key
         if DROPOUT:
             p_head_key = p_row_key + i_head * padded_queries
