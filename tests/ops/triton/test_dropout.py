@@ -188,6 +188,13 @@ def test_no_two_rows_or_columns_of_a_head_have_one_number(device):
         assert all(len(steps.unique()) > len(steps) // 2 for steps in lower.diff())
 
 
+def test_numbers_come_again_in_another_order(device):
+    """P23: there are 2^14 lower halves, and long heads and packs have more tokens than that."""
+    rows, _ = random_keys(device, batch=1, heads=1, queries=2**14 + 300, keys=64)
+    early, late = rows[0, :300] & 0x7FFF, rows[0, 2**14 : 2**14 + 300] & 0x7FFF
+    assert (early == late).sum() < 5
+
+
 @every_kind
 @brief_dtypes
 def test_a_rate_of_zero_is_no_dropout(kind, dtype, device):
