@@ -36,7 +36,7 @@ KERNELS = ("forward", "key_value", "query")
 
 def inputs(
     preset: str, batch: int, heads: int, tokens: int, head_dim: int, is_causal: bool, device: str
-) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Tensors and options of a pass, in bf16."""
     chosen = PRESETS[preset]
 

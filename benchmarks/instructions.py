@@ -46,7 +46,7 @@ def started(preset: str, head_dim: int, is_causal: bool) -> list[tuple[Any, tupl
         if kernel.__name__ in NAMES and not named.get("WIDE"):
             found.append((kernel, arguments, named, tile))
 
-    launch._start = note
+    vars(launch)["_start"] = note
     _, backward = passes_of(preset, 2, 2, 256, head_dim, is_causal, "cpu")
     backward()
     return list({kernel.__name__: (kernel, *rest) for kernel, *rest in found}.values())
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--listing", choices=sorted(set(NAMES.values())), help="print the loop of one kernel as well")
     arguments = parser.parse_args()
-    tuning._architecture = lambda index: "sm90"
+    vars(tuning)["_architecture"] = lambda index: "sm90"
     for preset in arguments.preset or ["smgk"]:
         for head_dim in arguments.head_dim or [64]:
             for kernel, given, constants, tile in started(preset, head_dim, arguments.causal):

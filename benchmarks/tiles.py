@@ -32,8 +32,10 @@ def parse(text: str) -> tuning.Tile:
 
 def use(kernel: str, tile: tuning.Tile | None, by_product: bool | None) -> None:
     """From now on; ``None``: as usual."""
-    tuning.choose_tile = lambda asked, device: tile if tile and asked.name == kernel else usual_tile(asked, device)
-    tuning.sums_by_product = usual_sum if by_product is None else lambda *_: by_product
+    vars(tuning)["choose_tile"] = lambda asked, device: (
+        tile if tile and asked.name == kernel else usual_tile(asked, device)
+    )
+    vars(tuning)["sums_by_product"] = usual_sum if by_product is None else lambda *_: by_product
 
 
 def tried(arguments: argparse.Namespace) -> list[tuple[tuning.Tile | None, bool | None]]:
