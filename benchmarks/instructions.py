@@ -5,7 +5,7 @@ its innermost loop over products is counted. Fewer instructions are less time wh
 bad schedule may spoil it, so that a GPU has the last word::
 
     python benchmarks/instructions.py --preset smgk --preset gaussian --head-dim 64
-    python benchmarks/instructions.py --preset smgk-dropout --head-dim 32 --listing query
+    python benchmarks/instructions.py --preset smgk --head-dim 32 --dropout 0.1 --listing query
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 import triton
-from fused_calls import PRESETS, passes_of
+from fused_calls import passes_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from mgk.benchmark.plan import USUAL_PRESETS
+from mgk.benchmark.shape import Shape
 from mgk.ops.triton import launch, tuning
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -37,7 +39,7 @@ NAMES = {
 Instruction = tuple[int, str]
 
 
-def started(preset: str, head_dim: int, is_causal: bool) -> list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]]:
+def started(preset: str, shape: Shape, dropout_p: float) -> list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]]:
     """What a call would start: kernel, arguments, constants and tile."""
     found = []
 
@@ -47,7 +49,7 @@ def started(preset: str, head_dim: int, is_causal: bool) -> list[tuple[Any, tupl
             found.append((kernel, arguments, named, tile))
 
     vars(launch)["_start"] = note
-    _, backward = passes_of(preset, 2, 2, 256, head_dim, is_causal, "cpu")
+    _, backward = passes_of(preset, shape, torch.device("cpu"), dropout_p)
     backward()
     return list({kernel.__name__: (kernel, *rest) for kernel, *rest in found}.values())
 
@@ -107,15 +109,17 @@ def hot_loop(instructions: list[Instruction]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", action="append", choices=PRESETS, help="again for more; default: smgk")
+    parser.add_argument("--preset", action="append", choices=USUAL_PRESETS, help="again for more; default: smgk")
     parser.add_argument("--head-dim", type=int, action="append", help="again for more; default: 64")
     parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--listing", choices=sorted(set(NAMES.values())), help="print the loop of one kernel as well")
     arguments = parser.parse_args()
     vars(tuning)["_architecture"] = lambda index: "sm90"
     for preset in arguments.preset or ["smgk"]:
         for head_dim in arguments.head_dim or [64]:
-            for kernel, given, constants, tile in started(preset, head_dim, arguments.causal):
+            shape = Shape(batch=2, heads=2, tokens=256, head_dim=head_dim, is_causal=arguments.causal)
+            for kernel, given, constants, tile in started(preset, shape, arguments.dropout):
                 instructions, registers = disassembled(compiled(kernel, given, constants, tile).asm["cubin"])
                 loop = hot_loop(instructions)
                 pairs = constants["BLOCK_I"] * constants["BLOCK_J"] / (32 * tile.warps)

@@ -1,4 +1,4 @@
-"""Times of the fused kernels with other tiles than those of the table, on this GPU: how the table was made.
+"""Times of the fused kernels with other tiles than those of the table, on this GPU: what to write into the table.
 
 Everything is compiled first, by many processes at a time, then timed by one: a whole forward pass for tiles of the
 forward kernel, else a whole backward pass, so that differences are those of the kernel. What does not fit is left out::
@@ -13,14 +13,18 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
-from fused_calls import KERNELS, PRESETS, passes_of
+from fused_calls import passes_of
 
+from mgk.benchmark.plan import USUAL_PRESETS
 from mgk.benchmark.shape import Shape
 from mgk.benchmark.timing import Candidate, StreamClock
 from mgk.ops.triton import tuning
 
+KERNELS = ("forward", "key_value", "query")
+DEVICE = torch.device("cuda")
 SAMPLES = 11
 usual_tile, usual_sum = tuning.choose_tile, tuning.sums_by_product
 
@@ -48,11 +52,11 @@ def compile_some(
     arguments: argparse.Namespace, preset: str, share: Iterable[tuple[tuning.Tile | None, bool | None]]
 ) -> None:
     """In a process of its own: on few tokens, for which the same is compiled."""
-    shape = Shape.parse(arguments.shape)
+    few = replace(Shape.parse(arguments.shape), batch=2, tokens=512)
     for tile, by_product in share:
         use(arguments.kernel, tile, by_product)
         try:
-            _, backward = passes_of(preset, 2, shape.heads, 512, shape.head_dim, shape.is_causal, "cuda")
+            _, backward = passes_of(preset, few, DEVICE, arguments.dropout)
             backward()
         except Exception as error:  # what does not fit is found again when it is timed
             print(f"{tile}: {error!r}"[:120], file=sys.stderr)
@@ -61,10 +65,11 @@ def compile_some(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", action="append", choices=PRESETS, required=True, help="again for more")
+    parser.add_argument("--preset", action="append", choices=USUAL_PRESETS, required=True, help="again for more")
     parser.add_argument("--shape", required=True, help="B,H,N,D or B,H,N,D,causal; H are the heads of the preset")
     parser.add_argument("--kernel", choices=KERNELS, required=True)
     parser.add_argument("--tile", action="append", help="rows,columns,warps,stages[,registers]; again for more")
+    parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--by-product", action="store_true", help="try to add up weights by a product, and without")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
@@ -78,11 +83,10 @@ def main() -> None:
     running = [subprocess.Popen([*command, "--share", str(share)]) for share in range(arguments.processes)]
     for process in running:
         process.wait()
-    shape, clock = Shape.parse(arguments.shape), StreamClock(torch.device("cuda"))
+    shape, clock = Shape.parse(arguments.shape), StreamClock(DEVICE)
     for preset in arguments.preset:
         use(arguments.kernel, None, None)
-        sizes = (shape.batch, shape.heads, shape.tokens, shape.head_dim, shape.is_causal)
-        call = passes_of(preset, *sizes, "cuda")[0 if arguments.kernel == "forward" else 1]
+        call = passes_of(preset, shape, DEVICE, arguments.dropout)[0 if arguments.kernel == "forward" else 1]
         times: list[tuple[float, str]] = []
         for tile, by_product in everything:
             use(arguments.kernel, tile, by_product)
