@@ -24,7 +24,20 @@ def passes_of(
     key = drawn.key if drawn.key.ndim == 5 else drawn.key[:, :, None]
     prior = drawn.log_prior[..., None] if drawn.log_prior is not None and drawn.num_components > 1 else None
     seed = torch.zeros(1, dtype=torch.int64, device=device) if dropout_p else None
-    tensors = (drawn.query, key, drawn.value, drawn.shift, prior, None, None, None, None, seed, None, None)
+    tensors: tuple[Any, ...] = (
+        drawn.query,
+        key,
+        drawn.value,
+        drawn.shift,
+        prior,
+        None,
+        None,
+        None,
+        None,
+        seed,
+        None,
+        None,
+    )
     is_gaussian, is_hard = drawn.similarity == "gaussian", drawn.assignment == "hard"
     options: tuple[Any, ...] = (shape.head_dim**-0.5, is_gaussian, shape.is_causal, is_hard, dropout_p)
 
