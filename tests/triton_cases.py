@@ -53,7 +53,7 @@ COMPILED = ("width", "value_width", "components", "kind", "variance", "assignmen
 # (Nq, Nk): on both sides of every tile size, squeezed and stretched; under causality with rows before the first key.
 LENGTHS = (
     (1, 1), (1, 65), (2, 15), (15, 40), (16, 17), (17, 2), (63, 129), (64, 64), (65, 127), (127, 128), (129, 63),
-    (128, 1023), (1025, 16), (1023, 1025),
+    (128, 1023), (1025, 16), (1023, 1025), (31, 33), (192, 191), (257, 255), (95, 320), (300, 129),
 )  # fmt: skip
 SHORT_LENGTHS = ((1, 1), (1, 33), (2, 15), (16, 17), (17, 2), (31, 49), (33, 31), (15, 16), (35, 40), (48, 16))
 

@@ -73,7 +73,8 @@ class TrainingStep:
 
     def record(self) -> bool:
         """Make the update a CUDA graph if the loop would. The second call of a shape is the one that is recorded."""
-        if graphs.unsupported(self.model, self.device, SingleDeviceStrategy(self.device)) is not None:
+        strategy = SingleDeviceStrategy(self.device)
+        if graphs.unsupported(self.model, self.device, strategy, self.precision) is not None:
             return False
         self._graphs = GraphedStep(self._pass, dict, self.device)
         with warnings.catch_warnings(record=True) as heard:

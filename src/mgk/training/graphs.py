@@ -32,8 +32,10 @@ LIMIT = 128
 """Shapes that are recorded. Pairs and translations have more, and each recording takes memory of the driver."""
 
 
-def unsupported(model: PreTrainedModel, device: torch.device, strategy: Strategy) -> str | None:
-    """Why the updates of a model cannot be recorded, or ``None``."""
+def unsupported(
+    model: PreTrainedModel, device: torch.device, strategy: Strategy, precision: torch.dtype | None
+) -> str | None:
+    """Why the updates of a model cannot be recorded, or ``None``. ``precision`` is that of autocast, if any."""
     if device.type != "cuda":
         return "a CPU"
     if not isinstance(strategy, SingleDeviceStrategy):
@@ -43,8 +45,7 @@ def unsupported(model: PreTrainedModel, device: torch.device, strategy: Strategy
     config = model.config
     if config.adaptive_cutoffs is not None:
         return "an adaptive softmax, for which the host counts the words of each cluster"
-    in_half = "16" in str(getattr(strategy.precision, "precision", "32-true"))
-    if config.attention_dropout > 0 and config.attention not in ("softmax", "gaussian") and not in_half:
+    if config.attention_dropout > 0 and config.attention not in ("softmax", "gaussian") and precision is None:
         return "attention dropout on a mixture in fp32, whose seed the host draws"
     return None
 

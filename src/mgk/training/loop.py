@@ -438,7 +438,7 @@ class Trainer:
     def _may_record(self) -> bool:
         """Whether updates become CUDA graphs."""
         wanted = self.config.training.cuda_graphs
-        why_not = graphs.unsupported(self.model, self.share.device, self.fabric.strategy)
+        why_not = graphs.unsupported(self.model, self.share.device, self.fabric.strategy, self.share.precision)
         if wanted and why_not is not None:
             raise ValueError(f"training.cuda_graphs must be false or left out with {why_not}, got true")
         return wanted is not False and why_not is None
