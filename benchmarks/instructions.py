@@ -69,7 +69,7 @@ def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any],
             signature[name] = "fp32"
         elif isinstance(argument, int):
             signature[name] = "i32"
-            if name.startswith("padded_"):
+            if argument % 16 == 0 and name not in kernel.do_not_specialize:
                 attributes[(position,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = f"tensordesc<{TYPES[argument.base.dtype]}[{','.join(map(str, argument.block_shape))}]>"

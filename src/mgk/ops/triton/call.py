@@ -20,6 +20,7 @@ PADDING = 128
 # A small kernel works on this many numbers.
 BLOCK = 1024
 SMALL = tuning.Tile(0, 0, 2, 1)
+ONE_WARP = tuning.Tile(0, 0, 1, 1)
 # As many programs as keep a large GPU busy.
 PROGRAMS = 264
 # Blocks of terms that one program makes.
@@ -159,12 +160,13 @@ class Call(TermsLayout):
             return
         if self.wide is not None:
             self.wide.zero_()
-        rows = rows_of_small_kernels(self.block_d * (1 if self.options["SHARED"] else self.components))
+        rows = rows_of_terms(self.block_d * (1 if self.options["SHARED"] else self.components))
         row_blocks = self.padded_queries // rows if self.has_row and makes_rows else 0
         column_blocks = self.padded_keys // rows if self.has_column else 0
         total = self.batch * (self.heads * row_blocks + self.kv_heads * column_blocks)
         enough = 2 if tuning.is_interpreted() else 4 * PROGRAMS
-        together = max(1, min(total // enough, MOST_BLOCKS_TOGETHER))
+        # What a program finds before it begins takes the longer the more there is to find.
+        together = max(1, min(total // enough, MOST_BLOCKS_TOGETHER if self.shift is not None else 1))
         row_programs = self.batch * self.heads * count_blocks(row_blocks, together)
         column_programs = self.batch * self.kv_heads * count_blocks(column_blocks, together)
         prior, prior_strides = self.log_prior, (0, 0, 0)
@@ -201,7 +203,7 @@ class Call(TermsLayout):
                 "BLOCK": rows,
                 "D": self.block_d,
             },
-            SMALL,
+            ONE_WARP,
         )  # fmt: skip
 
     def new(self, *shape: int) -> Tensor:
@@ -259,6 +261,13 @@ def rows_of_small_kernels(width: int) -> int:
         return 16
     fitting = max(min(128, 4096 // width), min(32, 8192 // width), 8)
     return 1 << (fitting.bit_length() - 1)
+
+
+def rows_of_terms(width: int) -> int:
+    """The same for one warp that makes terms of rows and columns."""
+    if tuning.is_interpreted():
+        return 16
+    return max(8, min(64, (2048 if width <= 64 else 4096) // width))
 
 
 def scales_of(problem: MixtureProblem) -> tuple[float, Tensor | None]:

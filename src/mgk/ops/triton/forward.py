@@ -119,39 +119,32 @@ def attention_forward(
             stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
             M, SHARED, PAIRED, JOINED, HAS_ROW, HAS_COLUMN, EQUAL, CAUSAL, HAS_MASK, PRECISION, BLOCK_J, D,
         ) + margin  # fmt: skip
-    # One block ahead of the products, where there are registers for it: what is asked for only when it is needed is
-    # waited for.
-    AHEAD: tl.constexpr = (PAIRED or (HAS_LEVEL and M == 1)) and D <= 64 and DV <= 64
-    b_column, b_other = _column_terms(p_column, p_rho, first_key, padded_keys, AHEAD, PAIRED, HARD, BLOCK_J)
+    # Of one component a pointer goes along, which takes fewer registers than to find it from the block's number.
+    ALONE: tl.constexpr = HAS_LEVEL and M == 1
+    p_columns = p_column + first_key + tl.arange(0, BLOCK_J) if ALONE else p_column
     for o_j in tl.range(first_key, end_full, BLOCK_J):
-        b_next_column, b_next_other = _column_terms(
-            p_column, p_rho, o_j + BLOCK_J, padded_keys, AHEAD, PAIRED, HARD, BLOCK_J
-        )
         b_out, b_sum = _attend(
-            b_out, b_sum, b_reference, b_query, b_gap, b_alpha, b_column, b_other, b_row_key, d_key, d_value, p_row,
-            p_column, p_rho, p_scale,
-            p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row,
+            b_out, b_sum, b_reference, b_query, b_gap, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_columns,
+            p_rho, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row,
             stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
             M, SHARED, PAIRED, JOINED, SUM_BY_PRODUCT, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, HAS_LEVEL,
-            AHEAD, DROPOUT,
+            DROPOUT,
             PRECISION, BLOCK_J, D, DV,
         )  # fmt: skip
-        b_column, b_other = b_next_column, b_next_other
+        if ALONE:
+            p_columns += BLOCK_J
     if CAUSAL:
         for o_j in tl.range(end_full, end_key, BLOCK_J):
-            b_next_column, b_next_other = _column_terms(
-                p_column, p_rho, o_j + BLOCK_J, padded_keys, AHEAD, PAIRED, HARD, BLOCK_J
-            )
             b_out, b_sum = _attend(
-                b_out, b_sum, b_reference, b_query, b_gap, b_alpha, b_column, b_other, b_row_key, d_key, d_value, p_row,
-                p_column, p_rho, p_scale,
-                p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold,
+                b_out, b_sum, b_reference, b_query, b_gap, b_alpha, b_row_key, d_key, d_value, p_row, p_column,
+                p_columns, p_rho, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold,
                 stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
                 M, SHARED, PAIRED, JOINED, SUM_BY_PRODUCT, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, HAS_LEVEL,
-                AHEAD, DROPOUT, PRECISION, BLOCK_J, D,
+                DROPOUT, PRECISION, BLOCK_J, D,
                 DV,
             )  # fmt: skip
-            b_column, b_other = b_next_column, b_next_other
+            if ALONE:
+                p_columns += BLOCK_J
 
     # By product it is sixteen times the same.
     b_sum = tl.max(b_sum, 1) if SUM_BY_PRODUCT else tl.sum(b_sum, 1)
@@ -337,50 +330,33 @@ def _joined_logit(
 
 
 @triton.jit
-def _column_terms(
-    p_column, p_rho, o_j, padded_keys, AHEAD: tl.constexpr, PAIRED: tl.constexpr, HARD: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-):  # fmt: skip
-    """Of a block of keys the column terms, and of two components the ratios, or where the better one counts the
-    second terms; as they lie. Behind the last block the last one again. Nothing unless ``AHEAD``."""
-    o_columns = tl.minimum(o_j, padded_keys - BLOCK_J) + tl.arange(0, BLOCK_J)
-    b_column = tl.zeros([1], tl.float32)
-    b_other = tl.zeros([1], tl.float32)
-    if AHEAD:
-        b_column = tl.load(p_column + o_columns)
-    if AHEAD and PAIRED:
-        b_other = tl.load((p_column + padded_keys if HARD else p_rho) + o_columns)
-    return b_column, b_other
-
-
-@triton.jit
 def _attend(
-    b_out, b_sum, b_reference, b_query, b_gap, b_alpha, b_column, b_other, b_row_key, d_key, d_value, p_row, p_column,
-    p_rho, p_scale, p_mask,
-    p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row, stride_mask_column,
+    b_out, b_sum, b_reference, b_query, b_gap, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_columns, p_rho,
+    p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row, stride_mask_column,
     causal_offset, num_queries, num_keys, padded_queries, padded_keys,
     M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, JOINED: tl.constexpr, SUM_BY_PRODUCT: tl.constexpr,
     HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_LEVEL: tl.constexpr, AHEAD: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    HAS_LEVEL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr,
 ):  # fmt: skip
     """Add one block of keys, weighed against the fixed reference."""
     o_columns = o_j + tl.arange(0, BLOCK_J)
     if PAIRED:
+        # Where registers last, before the product: who reads them after it waits for them.
+        EARLY: tl.constexpr = D > 64 and not HARD
+        b_bias = load_terms(p_column, o_j, BLOCK_J)[None, :] if EARLY else 0.0
         b_key = load_tile(d_key, i_batch, i_kv_head, o_j, BLOCK_J, D)
         b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
-        b_bias = (in_order(b_column) if AHEAD else load_terms(p_column, o_j, BLOCK_J))[None, :]
+        b_bias = b_bias if EARLY else load_terms(p_column, o_j, BLOCK_J)[None, :]
         if HARD:
             # Only the biases compete.
-            b_second = in_order(b_other) if AHEAD else load_terms(p_column + padded_keys, o_j, BLOCK_J)
-            b_bias = tl.maximum(b_bias, b_gap[:, None] + b_second[None, :])
+            b_bias = tl.maximum(b_bias, b_gap[:, None] + load_terms(p_column + padded_keys, o_j, BLOCK_J)[None, :])
         if not HAS_LEVEL:
             b_bias -= b_reference[:, None]
         b_weight = tl.math.exp2(b_product * scale + b_bias)
         if not HARD:
-            b_rho = in_order(b_other) if AHEAD else load_terms(p_rho, o_j, BLOCK_J)
-            b_weight = b_weight + b_weight * (b_alpha[:, None] * b_rho[None, :])
+            b_weight = b_weight + b_weight * (b_alpha[:, None] * load_terms(p_rho, o_j, BLOCK_J)[None, :])
     elif HARD and SHARED and EQUAL:
         # Only the biases compete: one product, one exponential.
         b_key = load_tile(d_key, i_batch, i_kv_head, o_j, BLOCK_J, D)
@@ -395,10 +371,10 @@ def _attend(
             ))  # fmt: skip
         b_weight = tl.math.exp2(b_product * scale + b_bias)
     elif HAS_LEVEL and M == 1:
+        b_bias = in_order(tl.load(p_columns))[None, :]
         b_key = load_tile(d_key, i_batch, i_kv_head, o_j, BLOCK_J, D)
         b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
-        b_bias = in_order(b_column) if AHEAD else load_terms(p_column, o_j, BLOCK_J)
-        b_weight = tl.math.exp2(b_product * scale + b_bias[None, :])
+        b_weight = tl.math.exp2(b_product * scale + b_bias)
     elif JOINED:
         b_logit = _joined_logit(
             b_query, d_key, p_column, i_batch, i_kv_head, o_j, b_reference, scale, padded_keys,
