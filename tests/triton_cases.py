@@ -149,12 +149,12 @@ CONFIGURATIONS = pairwise_configurations(SHORT_FACTORS) if INTERPRETED else POOL
 
 
 def in_one_version(configuration: dict, queries: int, keys: int) -> tuple[int, int]:
-    """Lengths near these that need no second version of a configuration's kernels.
+    """Lengths near these for which no second version of a configuration's kernels is compiled.
 
-    Dot products of whole blocks of keys have no column, and a mask of one row is one of keys. The first is compiled for
-    plain softmax alone, the second is what padding has.
+    A mask of a single row is one of keys, and dot products of whole blocks of keys have no column: the first is left to
+    a configuration that has a twin with padding, the second to plain softmax.
     """
-    if configuration["masks"] == "pairs":
+    if configuration["masks"] == "pairs" and {**configuration, "masks": "padding"} not in POOL:
         queries = max(queries, 2)
     if configuration["similarity"] == "dot" and configuration["masks"] != "padding" and configuration != SOFTMAX:
         keys += keys % 128 == 0

@@ -30,7 +30,7 @@ from triton_cases import (
 
 # Of a usual configuration every other length, and not with heads of a single number, which round unluckily.
 CASES = [
-    (configuration, number, in_one_version(configuration, *lengths))
+    (configuration, number, lengths if INTERPRETED else in_one_version(configuration, *lengths))
     for index, configuration in enumerate(CONFIGURATIONS)
     for number, lengths in enumerate(SHORT_LENGTHS if INTERPRETED else LENGTHS)
     if (

@@ -62,12 +62,9 @@ def inputs(draw):
     }
     if shifted:
         case["shift"] = tensor(kv_heads, components, dim).float()
-    # With shifts of dot products, only a prior of positions keeps the other components alive.
-    has_dead_shifts = is_softmax({**configuration, "prior": None})
-    priors = ["none", "random", "one-hot"] if has_dead_shifts and configuration["prior"] != "position" else []
-    priors += ["position"] if not priors else []
-    if INTERPRETED or not has_dead_shifts:
-        priors = ["none", "random", "one-hot", "position"]
+    # With shifts of dot products, only a prior of positions keeps all components alive.
+    needs_positions = not INTERPRETED and is_softmax({**configuration, "prior": None})
+    priors = ["position"] if needs_positions else ["none", "random", "one-hot", "position"]
     prior = draw(st.sampled_from(priors))
     if prior == "random":
         case["log_prior"] = torch.randn(kv_heads, components, generator=generator).log_softmax(-1)
