@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases import make_inputs
 from linear_cases import make_linear
-from triton_cases import FACTORS, pairwise_configurations
+from triton_cases import FACTORS, POOL, pairwise_configurations
 
 pytest.importorskip("triton")
 
@@ -195,6 +195,18 @@ def test_linear_kernels_compile_and_fit(kind, is_causal, width, dtype, started):
         settings = {name: value for name, value in tile.settings().items() if value is not None}
         compiled = triton.compile(source_of(kernel, arguments, constants), target=TARGET, options=settings)
         assert compiled.metadata.shared <= 227 * 1024, kernel.__name__
+
+
+def test_the_pool_of_the_tests_is_small(started):
+    """One version of the forward kernel for each configuration; those of dropout and packed sequences make it 60."""
+    versions = set()
+    for configuration in POOL:
+        call(configuration)
+        (forward,) = [each for each in started if each[0].__name__ == "attention_forward"]
+        _, arguments, constants, tile = forward
+        versions.add((arguments[0].base.dtype, constants, tile[2:]))
+        started.clear()
+    assert len(versions) == len(POOL) <= 50
 
 
 EVERY_OTHER = [pytest.param(case, marks=[pytest.mark.slow] * (i % 2)) for i, case in enumerate(CONFIGURATIONS)]

@@ -137,7 +137,12 @@ def test_query_mask(device):
 
 @pytest.mark.parametrize(
     "change",
-    [{"queries": 16}, {"dtype": FLOAT32}, {"dropout_p": 0.1}, {"heads": 66, "kv_heads": 1, "batch": 1}],
+    [
+        {"queries": 16},
+        {"dtype": FLOAT32},
+        {"dropout_p": 0.1, "value_dim": 64},
+        {"heads": 66, "kv_heads": 1, "batch": 1},
+    ],
     ids=str,
 )
 def test_other_calls_go_the_long_way(change, device, started):

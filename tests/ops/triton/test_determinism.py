@@ -40,7 +40,7 @@ def test_repeats_are_equal_to_the_bit(configuration):
 @pytest.mark.parametrize("kind", ["projected", "shifted"])
 def test_dropout_repeats_under_a_seed(kind, device):
     """G9, P23"""
-    inputs = make_inputs(kind=kind, dim=16, dropout_p=0.3, dtype=ONE_DTYPE, device=device, **LENGTHS)
+    inputs = make_inputs(kind=kind, dim=16, value_dim=64, dropout_p=0.3, dtype=ONE_DTYPE, device=device, **LENGTHS)
     grad = random_grad(inputs)
     torch.manual_seed(3)
     out, gradients = gradients_of(inputs, grad)
@@ -115,15 +115,20 @@ def test_a_new_length_compiles_nothing(kind):
 
 
 @pytest.mark.gpu
-def test_no_synchronisation():
+@pytest.mark.parametrize("what", ["masks", "dropout"])
+def test_no_synchronisation(what):
     """G9: a call waits for nothing: not to choose a path, not to read a mask or a seed."""
     inputs = make_inputs(kind="shifted", dim=16, dtype=BFLOAT16, device="cuda", **LENGTHS)
-    inputs["key_mask"] = torch.ones(2, LENGTHS["keys"], dtype=torch.bool, device="cuda")
-    inputs["query_mask"] = torch.ones(2, LENGTHS["queries"], dtype=torch.bool, device="cuda")
+    if what == "masks":
+        inputs["key_mask"] = torch.ones(2, LENGTHS["keys"], dtype=torch.bool, device="cuda")
+        inputs["query_mask"] = torch.ones(2, LENGTHS["queries"], dtype=torch.bool, device="cuda")
+    else:
+        inputs["value"] = inputs["value"].repeat(1, 1, 1, 4)
+        inputs["dropout_p"] = 0.1
     inputs["query"].requires_grad_()
-    attend(inputs, dropout_p=0.1).sum().backward()
+    attend(inputs).sum().backward()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        attend(inputs, dropout_p=0.1).sum().backward()
+        attend(inputs).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -5,15 +5,19 @@ import torch
 from cases import GRADIENTS, KINDS
 from triton_cases import (
     BRIEF_DTYPES,
+    CONFIGURATIONS,
     FLOAT32,
     INTERPRETED,
     ONE_DTYPE,
     PARAMETER_CAP,
+    PLAIN,
     attend,
     expected_with_gradients,
     gradient_errors,
     gradients_of,
+    make_case,
     make_inputs,
+    name_of,
     random_grad,
 )  # fmt: skip
 
@@ -21,6 +25,11 @@ SIZES = {"queries": 35 if INTERPRETED else 130, "dim": 16, "batch": 2 if not INT
 SMALL = {"queries": 18, "dim": 16, "batch": 1}
 SETTINGS = [{}, {"is_causal": True}, {"heads": 4, "kv_heads": 2}, {"is_causal": True, "keys": 18, "kv_heads": 1}]
 TOLERANCE = {FLOAT32: 2e-6}
+# Of hard choices between components of unequal variances these are compiled.
+HARD = {
+    "projected": {"assignment": "hard", "components": 4, "dim": 32, "value_dim": 16},
+    "shifted": {"assignment": "hard", "components": 8, "dim": 64, "value_dim": 16},
+}
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 brief_dtypes = pytest.mark.parametrize("dtype", BRIEF_DTYPES, ids=str)
@@ -32,9 +41,10 @@ brief_dtypes = pytest.mark.parametrize("dtype", BRIEF_DTYPES, ids=str)
 @pytest.mark.parametrize("assignment", ["soft", "hard"])
 def test_gradients_obey_the_symmetries(kind, dtype, settings, assignment, device):
     """G1-G4: shift, rotation, scale and prior invariance: sign, scale and missing-block faults show at any size."""
-    inputs = make_inputs(kind=kind, assignment=assignment, dtype=dtype, device=device, **SIZES, **settings)
-    kv_heads = inputs["key"].shape[1]
-    inputs["variance"] = torch.tensor([3.0, 4.5], device=device).repeat(kv_heads, 1)
+    form = HARD[kind] if assignment == "hard" and not INTERPRETED else {"assignment": assignment}
+    inputs = make_inputs(kind=kind, dtype=dtype, device=device, **{**SIZES, **settings, **form})
+    kv_heads, components = inputs["log_prior"].shape
+    inputs["variance"] = torch.linspace(3.0, 4.5, components, device=device).repeat(kv_heads, 1)
     _, got = gradients_of(inputs, random_grad(inputs))
     got = {name: gradient.double() for name, gradient in got.items()}
     inputs = {name: value.double() if name in got else value for name, value in inputs.items()}
@@ -59,29 +69,34 @@ def test_gradients_obey_the_symmetries(kind, dtype, settings, assignment, device
     assert (got["log_prior"].abs().max() > 0) == (assignment == "soft")
 
 
+def hard_case(kind, components, dtype, device, **options):
+    """On a GPU with the kernels for unequal variances, though all are equal."""
+    form = {"assignment": "hard", "components": components} if INTERPRETED else HARD[kind]
+    inputs = make_inputs(kind=kind, dtype=dtype, device=device, **{**SIZES, **form, **options})
+    if not INTERPRETED:
+        inputs["variance"] = torch.full((2, form["components"]), 4.0, device=device)
+    return inputs
+
+
 @every_kind
 @brief_dtypes
 def test_tied_components_share_the_gradient_evenly(kind, dtype, device):
     """G3: the rule for ties of the reference, to the bit."""
-    inputs = make_inputs(kind=kind, components=3, prior=None, assignment="hard", dtype=dtype, device=device, **SIZES)
-    if kind == "projected":
-        inputs["key"] = inputs["key"][:, :, :1].expand(-1, -1, 3, -1, -1).contiguous()
-    else:
-        inputs["shift"] = inputs["shift"][:, :1].expand(-1, 3, -1).contiguous()
+    inputs = hard_case(kind, 3, dtype, device, prior=None)
+    name, axis = ("key", 2) if kind == "projected" else ("shift", 1)
+    inputs[name] = inputs[name].narrow(axis, 0, 1).expand_as(inputs[name]).contiguous()
     _, gradients = gradients_of(inputs, random_grad(inputs))
-    first, second, third = gradients["key"].unbind(2) if kind == "projected" else gradients["shift"].unbind(1)
+    first, *others = gradients[name].unbind(axis)
     assert first.abs().max() > 0
-    assert torch.equal(first, second)
-    assert torch.equal(first, third)
+    assert len(others) >= 2
+    assert all(torch.equal(first, other) for other in others)
 
 
 @every_kind
 @pytest.mark.parametrize("components", [2, 3] if INTERPRETED else [2])
 def test_some_components_tie(kind, components, device):
     """G3: two of the components coincide, at some positions the best ones and at some not."""
-    inputs = make_inputs(
-        kind=kind, components=components + 1, assignment="hard", dtype=ONE_DTYPE, device=device, **SIZES
-    )
+    inputs = hard_case(kind, components + 1, ONE_DTYPE, device)
     name, axis = ("key", 2) if kind == "projected" else ("shift", 1)
     inputs[name].select(axis, 0).copy_(inputs[name].select(axis, components))
     grad = random_grad(inputs)
@@ -90,14 +105,23 @@ def test_some_components_tie(kind, components, device):
     assert max(gradient_errors(got, expected).values()) <= PARAMETER_CAP[ONE_DTYPE]
 
 
-@pytest.mark.parametrize("settings", [{"components": 1}, {"similarity": "dot"}, {"assignment": "hard"}], ids=str)
-def test_every_parameter_gets_a_gradient(settings, device):
+SHIFTED = {"kind": "shifted", "variance": "component"}
+WITH_ALL = [
+    {**PLAIN, **SHIFTED, "dtype": ONE_DTYPE, **change}
+    for change in ({"components": 1}, {"similarity": "dot"}, {"assignment": "hard"})
+]
+if not INTERPRETED:
+    WITH_ALL = [each for each in CONFIGURATIONS if SHIFTED.items() <= each.items() and each["prior"] is not None]
+
+
+@pytest.mark.parametrize("configuration", WITH_ALL, ids=name_of)
+def test_every_parameter_gets_a_gradient(configuration):
     """G4: zeros where an identity makes a parameter irrelevant, never None."""
-    inputs = make_inputs(kind="shifted", variance="component", dtype=ONE_DTYPE, device=device, **SIZES, **settings)
+    inputs = make_case(configuration, queries=SIZES["queries"])
     _, gradients = gradients_of(inputs, random_grad(inputs))
     assert set(gradients) == set(GRADIENTS)
     assert all(gradient is not None for gradient in gradients.values())
-    if settings.get("assignment") == "hard":
+    if configuration["assignment"] == "hard":
         assert (gradients["log_prior"] == 0).all()
 
 

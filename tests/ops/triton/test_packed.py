@@ -1,5 +1,7 @@
 """Packed sequences in the fused kernels: P14, P17, P18 of packed tokens, whose blocks each belong to one sequence."""
 
+import itertools
+
 import pytest
 import torch
 from cases import KINDS, OUTPUT_CAP
@@ -20,7 +22,7 @@ from triton_cases import (
 
 import mgk
 
-OPTIONS = [
+SETTINGS = [
     {},
     {"is_causal": True},
     {"assignment": "hard", "is_causal": True},
@@ -34,14 +36,25 @@ OPTIONS = [
     {"components": 1, "prior": None},
     {"dim": 13, "value_dim": 5},
 ]
+CASES = list(itertools.product(KINDS, SETTINGS))
+COMPILED = {"projected": {}, "shifted": {"is_causal": True}}
+"""How packed sequences of either kind are compiled; and once with everything else that has a kernel of its own."""
+if not INTERPRETED:
+    free = [
+        {}, {"prior": "position"}, {"prior": None}, {"masked": True}, {"key_lengths": KEY_LENGTHS},
+        {"heads": 4, "kv_heads": 2}, {"dim": 13, "value_dim": 5}, {"variance": 2.0},
+        {"masked": True, "key_lengths": KEY_LENGTHS},
+    ]  # fmt: skip
+    CASES = [(kind, {**COMPILED[kind], **settings}) for kind in KINDS for settings in free]
+    rest = {"components": 3, "variance": "component", "assignment": "hard", "similarity": "dot", "is_causal": True}
+    CASES += [("projected", {**rest, **settings}) for settings in free[:2] + free[3:7]]
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 brief_dtypes = pytest.mark.parametrize("dtype", BRIEF_DTYPES, ids=str)
 
 
-@every_kind
 @brief_dtypes
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
 def test_packed_is_padded(kind, dtype, options, device):
     """P14: against fp64, sequence by sequence."""
     inputs = make_packed(kind=kind, dtype=dtype, device=device, **options)
@@ -58,7 +71,8 @@ def test_packed_is_padded(kind, dtype, options, device):
 @every_kind
 def test_packed_is_fused_one_by_one(kind, device):
     """P14: nothing but rounding differs between one call and one for each sequence."""
-    inputs = make_packed(kind=kind, dtype=ONE_DTYPE, device=device, is_causal=True)
+    options = {"is_causal": True} if INTERPRETED else COMPILED[kind]
+    inputs = make_packed(kind=kind, dtype=ONE_DTYPE, device=device, **options)
     out, expected = attend_packed(inputs, BACKEND), attend_padded(inputs, BACKEND)
     assert error_of(out, expected.double()) <= (1e-6 if ONE_DTYPE == FLOAT32 else OUTPUT_CAP[ONE_DTYPE])
 
@@ -67,7 +81,7 @@ def test_packed_is_fused_one_by_one(kind, device):
 @pytest.mark.parametrize("poison", [30.0, float("nan")])
 def test_a_sequence_does_not_know_the_others(kind, poison, device):
     """P18: NaN, infinity and far tokens of one sequence stay there, forward and backward."""
-    inputs = make_packed(kind=kind, dtype=ONE_DTYPE, device=device)
+    inputs = make_packed(kind=kind, dtype=ONE_DTYPE, device=device, **({} if INTERPRETED else COMPILED[kind]))
     grad = torch.randn(len(inputs["query"]), 2, 8, device=device).to(ONE_DTYPE)
     out, gradients = with_gradients(attend_packed, inputs, BACKEND, grad)
     poisoned = {name: value.clone() if name in TOKENS else value for name, value in inputs.items()}
@@ -129,7 +143,7 @@ def test_responsibilities(kind, options, device):
 @every_kind
 def test_compiled_is_eager(kind, device):
     """One graph for any lengths: nothing asks the device how long a sequence is."""
-    inputs = make_packed(kind=kind, dtype=ONE_DTYPE, device=device)
+    inputs = make_packed(kind=kind, dtype=ONE_DTYPE, device=device, **COMPILED[kind])
     compiled = torch.compile(lambda inputs: attend_packed(inputs, BACKEND), fullgraph=True, dynamic=True)
     for lengths in ((5, 0, 40, 33, 1, 17), (1, 30, 20, 20, 20, 5)):
         other = make_packed(kind=kind, dtype=ONE_DTYPE, device=device, lengths=lengths)

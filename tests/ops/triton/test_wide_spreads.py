@@ -1,5 +1,6 @@
 """Rows that the fast path cannot serve: each is done again exactly, and no other row notices (DESIGN 1.4)."""
 
+import itertools
 import math
 
 import oracle
@@ -9,16 +10,20 @@ from cases import KINDS, OUTPUT_CAP
 from cases import attend as attend_with
 from triton_cases import (
     BRIEF_DTYPES,
+    CONFIGURATIONS,
     DTYPES,
     FLOAT16,
     FLOAT32,
     INTERPRETED,
+    PLAIN,
     attend,
     check,
     error_of,
     expected_with_gradients,
     gradients_of,
+    make_case,
     make_inputs,
+    name_of,
     random_grad,
 )  # fmt: skip
 
@@ -87,11 +92,15 @@ def test_wide_shifts(dtype, components, scale, device):
     check_rows(inputs, 1e-6 * max(scale, 30.0) ** 2)
 
 
-@pytest.mark.parametrize(
-    ("kind", "similarity"), [("projected", "gaussian"), ("shifted", "gaussian"), ("projected", "dot")]
-)
+PATHS = [(False, "soft"), (False, "hard"), (True, "soft")]
+CASES_OF_PATHS = [(kind, "gaussian", *path) for kind in KINDS for path in PATHS]
+CASES_OF_PATHS += [
+    ("projected", "dot", *path) for path in (PATHS if INTERPRETED else [(False, "soft"), (True, "hard")])
+]
+
+
+@pytest.mark.parametrize(("kind", "similarity", "is_causal", "assignment"), CASES_OF_PATHS)
 @brief_dtypes
-@pytest.mark.parametrize(("is_causal", "assignment"), [(False, "soft"), (False, "hard"), (True, "soft")])
 def test_the_maximum_comes_with_the_last_block(kind, similarity, dtype, is_causal, assignment, device):
     """P6: e^200 above everything in the first block, which must not have set the scale of the row for good."""
     inputs = make_inputs(
@@ -216,9 +225,11 @@ def test_priors_far_apart(kind, dtype, spread, device):
 )
 def test_the_first_block_of_keys_is_hidden(kind, dtype, how, is_causal, device):
     """P17: a row's first maximum is -inf; the ones that see nothing at all are zero."""
+    # Masks of pairs are compiled for two shifted keys, and for three projected ones.
+    form = {"components": 3, "dim": 32, "value_dim": 16} if kind == "projected" and how == "attn_mask" else {}
     inputs = make_inputs(
         kind=kind, dtype=dtype, device=device, is_causal=is_causal, prior="position" if how == "prior" else "head",
-        **SIZES,
+        **{**SIZES, **({} if INTERPRETED else form)},
     )  # fmt: skip
     hidden = LATE // 2 + 3
     if how == "key_mask":
@@ -278,12 +289,18 @@ def test_wide_gradients_match_the_oracle(kind, device):
         assert (gradient - expected[name]).abs().max() <= 2e-3 * expected[name].abs().max(), name
 
 
-@every_kind
-@pytest.mark.parametrize("assignment", ["soft", "hard"])
+EQUAL_IN_FP32 = {"similarity": "gaussian", "variance": None, "masks": "none", "dtype": FLOAT32}
+BEYOND = [each for each in CONFIGURATIONS if EQUAL_IN_FP32.items() <= each.items()]
+if INTERPRETED:
+    forms = itertools.product(KINDS, ("soft", "hard"))
+    BEYOND = [{**PLAIN, "dtype": FLOAT32, "kind": kind, "assignment": assignment} for kind, assignment in forms]
+
+
+@pytest.mark.parametrize("configuration", BEYOND, ids=name_of)
 @pytest.mark.parametrize("size", [1e7, 1e16])
-def test_beyond_what_fp32_can_tell_apart_there_is_no_gradient(kind, assignment, size, device):
+def test_beyond_what_fp32_can_tell_apart_there_is_no_gradient(configuration, size):
     """P17: logits that forward and backward round to different numbers would make weights of any size of them."""
-    inputs = make_inputs(kind=kind, queries=20, dim=16, assignment=assignment, dtype=torch.float32, device=device)
+    inputs = make_case(configuration, queries=20)
     for name in ("query", "key"):
         inputs[name] = inputs[name] * size
     out, gradients = gradients_of(inputs, random_grad(inputs))
