@@ -125,9 +125,9 @@ USUAL = [
 UNUSUAL = [
     dict(zip(FACTORS, levels, strict=True))
     for levels in (
-        (128, 64, 8, "shifted", "component", "soft", False, "padding", "dot", None, FLOAT16),
+        (128, 64, 8, "projected", "component", "soft", False, "padding", "dot", None, FLOAT16),
         (256, 16, 4, "projected", "component", "hard", False, "padding", "dot", "head", FLOAT16),
-        (32, 256, 8, "projected", "component", "soft", True, "pairs", "dot", "position", FLOAT32),
+        (32, 256, 8, "shifted", "component", "soft", True, "pairs", "dot", "position", FLOAT32),
         (128, 16, 4, "shifted", "component", "hard", False, "pairs", "dot", None, FLOAT32),
         (16, 256, 8, "projected", None, "hard", True, "none", "gaussian", "position", FLOAT32),
         (16, 64, 4, "shifted", None, "hard", True, "none", "gaussian", "head", FLOAT32),
