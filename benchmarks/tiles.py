@@ -26,35 +26,33 @@ from mgk.ops.triton import tuning
 KERNELS = ("forward", "key_value", "query")
 DEVICE = torch.device("cuda")
 SAMPLES = 11
-usual_tile, usual_sum = tuning.choose_tile, tuning.sums_by_product
+usual_tile = tuning.choose_tile
 
 
 def parse(text: str) -> tuning.Tile:
-    """``rows,columns,warps,stages`` and perhaps ``registers``."""
-    return tuning.Tile(*map(int, text.split(",")))
+    """``rows,columns,warps,stages``, perhaps ``registers`` (0: any number), and what else of a tile shall be true."""
+    parts = text.split(",")
+    numbers = [int(part) or None for part in parts if part.isdigit()]
+    words = dict.fromkeys((part for part in parts if not part.isdigit()), True)
+    return tuning.Tile(*numbers, **words)  # type: ignore[arg-type]
 
 
-def use(kernel: str, tile: tuning.Tile | None, by_product: bool | None) -> None:
+def use(kernel: str, tile: tuning.Tile | None) -> None:
     """From now on; ``None``: as usual."""
     vars(tuning)["choose_tile"] = lambda asked, device: (
         tile if tile and asked.name == kernel else usual_tile(asked, device)
     )
-    vars(tuning)["sums_by_product"] = usual_sum if by_product is None else lambda *_: by_product
 
 
-def tried(arguments: argparse.Namespace) -> list[tuple[tuning.Tile | None, bool | None]]:
-    tiles = [None, *(map(parse, arguments.tile) if arguments.tile else tuning.CANDIDATES)]
-    ways = (False, True) if arguments.by_product else (None,)
-    return [(tile, way) for way in ways for tile in tiles]
+def tried(arguments: argparse.Namespace) -> list[tuning.Tile | None]:
+    return [None, *(map(parse, arguments.tile) if arguments.tile else tuning.CANDIDATES)]
 
 
-def compile_some(
-    arguments: argparse.Namespace, preset: str, share: Iterable[tuple[tuning.Tile | None, bool | None]]
-) -> None:
+def compile_some(arguments: argparse.Namespace, preset: str, share: Iterable[tuning.Tile | None]) -> None:
     """In a process of its own: on few tokens, for which the same is compiled."""
     few = replace(Shape.parse(arguments.shape), batch=2, tokens=512)
-    for tile, by_product in share:
-        use(arguments.kernel, tile, by_product)
+    for tile in share:
+        use(arguments.kernel, tile)
         try:
             _, backward = passes_of(preset, few, DEVICE, arguments.dropout)
             backward()
@@ -68,9 +66,10 @@ def main() -> None:
     parser.add_argument("--preset", action="append", choices=USUAL_PRESETS, required=True, help="again for more")
     parser.add_argument("--shape", required=True, help="B,H,N,D or B,H,N,D,causal; H are the heads of the preset")
     parser.add_argument("--kernel", choices=KERNELS, required=True)
-    parser.add_argument("--tile", action="append", help="rows,columns,warps,stages[,registers]; again for more")
+    parser.add_argument(
+        "--tile", action="append", help="rows,columns,warps,stages[,registers][,waits][,direct]; again for more"
+    )
     parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--by-product", action="store_true", help="try to add up weights by a product, and without")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -85,19 +84,18 @@ def main() -> None:
         process.wait()
     shape, clock = Shape.parse(arguments.shape), StreamClock(DEVICE)
     for preset in arguments.preset:
-        use(arguments.kernel, None, None)
+        use(arguments.kernel, None)
         call = passes_of(preset, shape, DEVICE, arguments.dropout)[0 if arguments.kernel == "forward" else 1]
         times: list[tuple[float, str]] = []
-        for tile, by_product in everything:
-            use(arguments.kernel, tile, by_product)
+        for tile in everything:
+            use(arguments.kernel, tile)
             try:
                 call()
             except Exception as error:
                 print(f"{preset}: {tile} left out, {type(error).__name__}")
                 continue
             samples = sorted(clock.sample(Candidate(name="", call=call), 1.0) for _ in range(SAMPLES))
-            name = "of the table" if tile is None else str(tuple(tile))
-            times.append((samples[SAMPLES // 2], name + {None: "", False: "", True: ", sums by product"}[by_product]))
+            times.append((samples[SAMPLES // 2], "of the table" if tile is None else str(tuple(tile))))
         for time, name in sorted(times):
             print(f"{preset}, {arguments.kernel}, {shape}: {time:.3f} ms  {name}")
 

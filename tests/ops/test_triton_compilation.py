@@ -147,6 +147,12 @@ def translate(kernel, arguments, constants, tile):
     return source.make_ir(TARGET, options, functions, backend.get_module_map(), context)
 
 
+def compiled(kernel, arguments, constants, tile, target=TARGET):
+    """To the end, with registers and shared memory."""
+    settings = {name: value for name, value in tile.settings().items() if value is not None}
+    return triton.compile(source_of(kernel, arguments, constants), target=target, options=settings)
+
+
 LINEAR = [
     {"kind": kind, "is_causal": is_causal, "width": width, "dtype": dtype, "prior": prior, "masked": masked}
     for kind, is_causal, width, dtype, prior, masked in (
@@ -192,9 +198,7 @@ def test_linear_kernels_compile_and_fit(kind, is_causal, width, dtype, started):
     for kv_heads in (4, 2):
         call_linear({**case, "kv_heads": kv_heads})
     for kernel, arguments, constants, tile in started:
-        settings = {name: value for name, value in tile.settings().items() if value is not None}
-        compiled = triton.compile(source_of(kernel, arguments, constants), target=TARGET, options=settings)
-        assert compiled.metadata.shared <= 227 * 1024, kernel.__name__
+        assert compiled(kernel, arguments, constants, tile).metadata.shared <= 227 * 1024, kernel.__name__
 
 
 def test_the_pool_of_the_tests_is_small(started):
@@ -233,9 +237,51 @@ def test_every_preset_compiles_and_fits(width, preset, started):
     """To the end, in half precision: registers, and shared memory of which a Hopper GPU has 227 kB for a program."""
     call(in_half_precision(preset, width))
     for kernel, arguments, constants, tile in started:
-        settings = {name: value for name, value in tile.settings().items() if value is not None}
-        compiled = triton.compile(source_of(kernel, arguments, constants), target=TARGET, options=settings)
-        assert compiled.metadata.shared <= 227 * 1024, kernel.__name__
+        assert compiled(kernel, arguments, constants, tile).metadata.shared <= 227 * 1024, kernel.__name__
+
+
+@pytest.mark.slow
+def test_eight_wide_keys_fit(started):
+    """Projected keys of a block lie in shared memory all at once."""
+    keys = {
+        "kind": "projected",
+        "components": 8,
+        "variance": "component",
+        "assignment": "soft",
+        "similarity": "gaussian",
+    }
+    call({**keys, "width": 128, "value_width": 64, "dtype": torch.float16, "is_causal": True})
+    for kernel, arguments, constants, tile in started:
+        assert compiled(kernel, arguments, constants, tile).metadata.shared <= 227 * 1024, kernel.__name__
+
+
+STRAIGHT = [
+    ({"kind": "projected", "components": 1}, 64, "none", 0.0),
+    *(
+        pytest.param({"kind": "projected", "components": components}, width, masks, dropout_p, marks=pytest.mark.slow)
+        for components, width in ((1, 32), (1, 64), (2, 64), (2, 128))
+        for masks in ("none", "padding", "packed")
+        for dropout_p in (0.0, 0.1)
+    ),
+]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("keys", "width", "masks", "dropout_p"), STRAIGHT, ids=str)
+def test_terms_go_straight_to_the_threads_that_hold_their_columns(keys, width, masks, dropout_p, is_causal, started):
+    """Four at a time, in the order in which a warp group leaves the columns of a product."""
+    preset = {**keys, "assignment": "soft" if keys["components"] == 1 else "hard", "similarity": "gaussian"}
+    call({**in_half_precision(preset, width), "is_causal": is_causal, "masks": masks, "dropout_p": dropout_p})
+    (forward,) = [each for each in started if each[0].__name__ == "attention_forward"]
+    assert forward[3].direct
+    text = compiled(*forward).asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<.*>)$", text, re.MULTILINE))
+    read = [line for line in text.splitlines() if "packed_element = 4" in line]
+    assert len(read) == 1 + is_causal
+    for line in read:
+        (parent,) = set(re.findall(r"#ttg\.slice<\{dim = 0, parent = (#mma\d*)\}>", line))
+        assert "versionMajor = 3" in layouts[parent]
+        assert re.search(r"warpsPerCTA = \[\d+, 1\]", layouts[parent])
 
 
 @pytest.mark.slow
@@ -245,9 +291,7 @@ def test_a_step_with_masked_keys_has_no_work_for_warp_groups_after_its_copies(wi
     """Such products read outside of shared memory on a GPU, which the fuzz there had found."""
     call({**in_half_precision(preset, width), "masks": "padding"})
     (step,) = [each for each in started if each[0].__name__ == "decode_split"]
-    kernel, arguments, constants, tile = step
-    settings = {name: value for name, value in tile.settings().items() if value is not None}
-    text = triton.compile(source_of(kernel, arguments, constants), target=TARGET, options=settings).asm["ttgir"]
+    text = compiled(*step).asm["ttgir"]
     products = [line for line in text.splitlines() if "warp_group_dot " in line or "tt.dot " in line]
     groups = ["warp_group_dot" in line for line in products]
     assert any(groups)
@@ -272,10 +316,9 @@ def test_dropout_finds_two_neighbours_in_a_thread(architecture, preset, width, i
     target = GPUTarget("cuda", architecture, 32)
     found = Counter()
     for kernel, arguments, constants, tile in started:
-        settings = {name: value for name, value in tile.settings().items() if value is not None}
         if kernel.__name__ not in ("attention_forward", "attention_backward_query"):
             continue
-        text = triton.compile(source_of(kernel, arguments, constants), target=target, options=settings).asm["ttgir"]
+        text = compiled(kernel, arguments, constants, tile, target).asm["ttgir"]
         layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<.*>)$", text, re.MULTILINE))
         for line in text.splitlines():
             if "packed_element = 2" in line:

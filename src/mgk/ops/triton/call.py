@@ -53,7 +53,7 @@ class TermsLayout:
 
     def __init__(
         self, query: Tensor, key: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
-        key_mask: Tensor | None, gaussian: bool, hard: bool,
+        key_mask: Tensor | None, gaussian: bool, is_causal: bool, hard: bool,
     ) -> None:  # fmt: skip
         self.batch, self.heads, self.queries, self.width = query.shape
         self.kv_heads, self.keys = key.shape[1], key.shape[3]
@@ -64,6 +64,7 @@ class TermsLayout:
         # Two shifted keys of one variance: one product, and softly one exponential.
         self.paired = shift is not None and self.components == 2 and scales is None
         self.factored = self.paired and not hard
+        self.hard = hard
         self.has_norm = gaussian and scales is not None and self.components > 1
         self.has_row = shift is not None or self.has_norm
         # Keys beyond the end are switched off by their column.
@@ -77,6 +78,10 @@ class TermsLayout:
         self.joined = shift is None and self.components == 2 and scales is None
         is_plain = self.paired or self.joined or (self.components == 1 and not self.has_row)
         self.has_level = gaussian and scales is None and is_plain and query.dtype != torch.float16
+        self.from_bias = (
+            self.paired and hard and self.has_level
+            and tuning.starts_from_bias(self.block_d, query.dtype.itemsize, is_causal)
+        )  # fmt: skip
 
     def sizes(self) -> dict[str, int]:
         """Numbers in each part of the buffer."""
@@ -89,6 +94,7 @@ class TermsLayout:
             "origin": kv_heads * self.block_d if self.has_origin else 0,
             "wide": kv_heads if self.factored else 0,
             "level": kv_heads if self.has_level else 0,
+            "scaled": kv_heads * 2 * self.padded_keys if self.from_bias else 0,
         }
 
 
@@ -101,7 +107,7 @@ class Call(TermsLayout):
         seed: Tensor | None, query_spans: Tensor | None, scale: float, gaussian: bool,
         is_causal: bool, hard: bool, dropout_p: float, saved: Tensor | None = None, pairs_are_left: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(query, key, shift, log_prior, scales, key_mask, gaussian, hard)
+        super().__init__(query, key, shift, log_prior, scales, key_mask, gaussian, is_causal, hard)
         self.query, self.key = aligned(query), aligned(key.flatten(1, 2))
         self.value = None if value is None else aligned(value)
         self.dtype, self.device = query.dtype, query.device
@@ -131,6 +137,7 @@ class Call(TermsLayout):
             "HAS_RANGE": self.key_range is not None,
             "PACKED": query_spans is not None,
             "HAS_LEVEL": self.has_level,
+            "FROM_BIAS": self.from_bias,
             "DROPOUT": seed is not None,
             "PRECISION": "ieee",
         }
@@ -151,7 +158,7 @@ class Call(TermsLayout):
         sizes = self.sizes()
         self.terms = self.new(sum(sizes.values())) if saved is None else saved
         parts = dict(zip(sizes, self.terms.split(list(sizes.values())), strict=True))
-        self.row, self.alpha, self.column, self.rho, self.origin, self.wide, self.level = (
+        self.row, self.alpha, self.column, self.rho, self.origin, self.wide, self.level, self.scaled = (
             part if part.numel() else None for part in parts.values()
         )
 
@@ -178,7 +185,7 @@ class Call(TermsLayout):
             (
                 self.query, self.key, self.shift, prior, self.scales, self.origin,
                 None if key_mask is None else key_mask.contiguous(), self.query_range, self.key_range, self.row,
-                self.alpha, self.column, self.rho, self.wide, self.level, *self.query.stride()[:3],
+                self.alpha, self.column, self.rho, self.scaled, self.wide, self.level, *self.query.stride()[:3],
                 *self.key.stride()[:3],
                 *prior_strides, self.scale, self.limits.ratio, self.limits.level, self.heads,
                 self.heads // self.kv_heads, self.queries,
@@ -199,6 +206,7 @@ class Call(TermsLayout):
                 "HAS_LEVEL": self.has_level,
                 "HAS_ROW": self.has_row,
                 "HAS_COLUMN": self.has_column,
+                "FROM_BIAS": self.from_bias,
                 "EQUAL": self.scales is None,
                 "BLOCK": rows,
                 "D": self.block_d,
@@ -241,8 +249,8 @@ class Call(TermsLayout):
     def kernel(self, name: str) -> tuning.Kernel:
         """What this call's tile is chosen by."""
         width = block_width(max(self.width, 0 if self.value is None else self.value.shape[-1]))
-        kind = "pair" if self.paired else "one" if self.options["SHARED"] else "several"
-        if self.options["HARD"] and kind != "one":
+        kind = "pair" if self.paired else "one" if self.components == 1 else "two" if self.joined else "many"
+        if self.hard and kind in ("pair", "two"):
             kind = f"hard {kind}"
         return tuning.Kernel(
             name, width, self.dtype.itemsize, kind, bool(self.options["CAUSAL"]), self.attn_mask is not None,

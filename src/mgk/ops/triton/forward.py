@@ -19,6 +19,7 @@ import triton.language as tl
 from mgk.ops.triton.tiles import (
     HEAD_NUMBERS,
     VARYING_WITH_WIDTH,
+    awaited,
     component_bias,
     in_order,
     is_visible,
@@ -31,6 +32,7 @@ from mgk.ops.triton.tiles import (
     row_term,
     rows_unless_dropped,
     safe_ratio,
+    terms_at,
     visible_keys,
 )
 
@@ -40,18 +42,17 @@ MOST_ROWS_TOGETHER = tl.constexpr(1024)
 
 @triton.jit(do_not_specialize=VARYING_WITH_WIDTH, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def attention_forward(
-    d_query, d_key, d_value, d_out, p_row, p_column, p_alpha, p_rho, p_wide, p_level, p_scale, p_shift, p_origin,
-    p_normaliser,
+    d_query, d_key, d_value, d_out, p_row, p_column, p_alpha, p_rho, p_scaled, p_wide, p_level, p_scale, p_shift,
+    p_origin, p_normaliser,
     p_mask, p_key_range, p_query_range, p_spans, p_row_key, p_column_key, stride_mask_batch, stride_mask_head,
     stride_mask_row, stride_mask_column, rows_per_span,
     scale, threshold, keep_scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys,
     num_blocks, width, largest_ratio, lowest_sum, highest_sum, margin,
-    M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, JOINED: tl.constexpr, SUM_BY_PRODUCT: tl.constexpr,
-    HARD: tl.constexpr,
+    M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, JOINED: tl.constexpr, HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_RANGE: tl.constexpr, PACKED: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_LEVEL: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    FROM_BIAS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, WAITS: tl.constexpr,
+    DIRECT: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Write ``out [B, H, Nq, Dv]`` and ``normaliser [B, H, Nq]`` (natural logarithm, NaN where unsafe)."""
     i_block = tl.program_id(0) % num_blocks
@@ -74,6 +75,8 @@ def attention_forward(
         p_column += i_kv.to(tl.int64) * M * padded_keys
     if PAIRED and not HARD:
         p_rho += i_kv.to(tl.int64) * padded_keys
+    if FROM_BIAS:
+        p_scaled += i_kv.to(tl.int64) * 2 * padded_keys
     if HAS_MASK:
         p_mask += i_batch.to(tl.int64) * stride_mask_batch + i_query_head.to(tl.int64) * stride_mask_head
     if not EQUAL:
@@ -97,6 +100,8 @@ def attention_forward(
         p_alpha += i_head.to(tl.int64) * padded_queries
         if HARD:
             tl.store(p_alpha + place(o_i), b_gap)
+            if FROM_BIAS:
+                b_gap = b_gap / scale
         else:
             b_alpha = safe_ratio(b_gap, largest_ratio)
             mark_wide(p_wide, i_kv, b_alpha)
@@ -111,7 +116,7 @@ def attention_forward(
         p_column_key += i_kv.to(tl.int64) * (padded_keys // 2)
 
     b_out = tl.zeros([BLOCK_I, DV], tl.float32)
-    b_sum = tl.zeros([BLOCK_I, 16], tl.float32) if SUM_BY_PRODUCT else tl.zeros([BLOCK_I, 4], tl.float32)
+    b_sum = tl.zeros([BLOCK_I, 4], tl.float32)
     b_reference = tl.zeros([BLOCK_I], tl.float32)
     if not HAS_LEVEL and end_key > first_key:
         b_reference = _largest_logit(
@@ -121,15 +126,14 @@ def attention_forward(
         ) + margin  # fmt: skip
     # Of one component a pointer goes along, which takes fewer registers than to find it from the block's number.
     ALONE: tl.constexpr = HAS_LEVEL and M == 1
-    p_columns = p_column + first_key + tl.arange(0, BLOCK_J) if ALONE else p_column
+    p_columns = p_column + first_key if ALONE else p_column
     for o_j in tl.range(first_key, end_full, BLOCK_J):
         b_out, b_sum = _attend(
             b_out, b_sum, b_reference, b_query, b_gap, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_columns,
-            p_rho, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row,
-            stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
-            M, SHARED, PAIRED, JOINED, SUM_BY_PRODUCT, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, HAS_LEVEL,
-            DROPOUT,
-            PRECISION, BLOCK_J, D, DV,
+            p_rho, p_scaled, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold,
+            stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
+            M, SHARED, PAIRED, JOINED, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, HAS_LEVEL, FROM_BIAS, DROPOUT,
+            PRECISION, WAITS, DIRECT, BLOCK_J, D, DV,
         )  # fmt: skip
         if ALONE:
             p_columns += BLOCK_J
@@ -137,17 +141,16 @@ def attention_forward(
         for o_j in tl.range(end_full, end_key, BLOCK_J):
             b_out, b_sum = _attend(
                 b_out, b_sum, b_reference, b_query, b_gap, b_alpha, b_row_key, d_key, d_value, p_row, p_column,
-                p_columns, p_rho, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold,
-                stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
-                M, SHARED, PAIRED, JOINED, SUM_BY_PRODUCT, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, HAS_LEVEL,
-                DROPOUT, PRECISION, BLOCK_J, D,
-                DV,
+                p_columns, p_rho, p_scaled, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale,
+                threshold, stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys, padded_queries,
+                padded_keys,
+                M, SHARED, PAIRED, JOINED, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, HAS_LEVEL, FROM_BIAS,
+                DROPOUT, PRECISION, WAITS, DIRECT, BLOCK_J, D, DV,
             )  # fmt: skip
             if ALONE:
                 p_columns += BLOCK_J
 
-    # By product it is sixteen times the same.
-    b_sum = tl.max(b_sum, 1) if SUM_BY_PRODUCT else tl.sum(b_sum, 1)
+    b_sum = tl.sum(b_sum, 1)
     b_normaliser = b_first_row + b_reference + tl.math.log2(b_sum)
     if HAS_LEVEL:
         b_normaliser += tl.load(p_level + i_kv)
@@ -285,7 +288,7 @@ def _largest_logit(
     if JOINED:
         b_logit = _joined_logit(
             b_query, d_key, p_column, i_batch, i_kv_head, o_j, b_zero, scale, padded_keys,
-            HAS_COLUMN, False, PRECISION, BLOCK_J, D,
+            HAS_COLUMN, False, PRECISION, False, BLOCK_J, D,
         )  # fmt: skip
         b_largest = tl.max(b_logit.reshape(b_query.shape[0], 2, BLOCK_J), 1)
     elif PAIRED:
@@ -315,8 +318,8 @@ def _largest_logit(
 @triton.jit
 def _joined_logit(
     b_query, d_key, p_column, i_batch, i_kv_head, o_j, b_reference, scale, padded_keys,
-    HAS_COLUMN: tl.constexpr, HAS_LEVEL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_J: tl.constexpr,
-    D: tl.constexpr,
+    HAS_COLUMN: tl.constexpr, HAS_LEVEL: tl.constexpr, PRECISION: tl.constexpr, DIRECT: tl.constexpr,
+    BLOCK_J: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """The logits of two projected components side by side, ``[BLOCK_I, 2 * BLOCK_J]``: one copy, one product."""
     b_key = d_key.load([i_batch, 2 * i_kv_head, o_j, 0]).reshape(2 * BLOCK_J, D)
@@ -324,7 +327,8 @@ def _joined_logit(
     b_bias = -b_reference[:, None]
     if HAS_COLUMN:
         o_both = tl.arange(0, 2 * BLOCK_J)
-        b_column = tl.load(p_column + o_both // BLOCK_J * padded_keys + o_j + place(o_both % BLOCK_J))[None, :]
+        o_both = o_both // BLOCK_J * padded_keys + place(o_both % BLOCK_J)
+        b_column = (terms_at(p_column + o_j, o_both) if DIRECT else tl.load(p_column + o_j + o_both))[None, :]
         b_bias = b_column if HAS_LEVEL else b_column + b_bias
     return b_product * scale + b_bias
 
@@ -332,17 +336,22 @@ def _joined_logit(
 @triton.jit
 def _attend(
     b_out, b_sum, b_reference, b_query, b_gap, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_columns, p_rho,
-    p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row, stride_mask_column,
-    causal_offset, num_queries, num_keys, padded_queries, padded_keys,
-    M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, JOINED: tl.constexpr, SUM_BY_PRODUCT: tl.constexpr,
-    HARD: tl.constexpr,
+    p_scaled, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row,
+    stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
+    M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, JOINED: tl.constexpr, HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_LEVEL: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr,
+    HAS_LEVEL: tl.constexpr, FROM_BIAS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    WAITS: tl.constexpr, DIRECT: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Add one block of keys, weighed against the fixed reference."""
     o_columns = o_j + tl.arange(0, BLOCK_J)
-    if PAIRED:
+    if FROM_BIAS:
+        # Only the biases compete. They do so while products of the last block run, and the product is added to them.
+        b_second = b_gap[:, None] + load_terms(p_scaled + padded_keys, o_j, BLOCK_J)[None, :]
+        b_bias = tl.maximum(load_terms(p_scaled, o_j, BLOCK_J)[None, :], b_second)
+        b_key = load_tile(d_key, i_batch, i_kv_head, o_j, BLOCK_J, D)
+        b_weight = tl.math.exp2(tl.dot(b_query, b_key.T, b_bias, input_precision=PRECISION) * scale)
+    elif PAIRED:
         # Where registers last, before the product: who reads them after it waits for them.
         EARLY: tl.constexpr = D > 64 and not HARD
         b_bias = load_terms(p_column, o_j, BLOCK_J)[None, :] if EARLY else 0.0
@@ -350,7 +359,6 @@ def _attend(
         b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
         b_bias = b_bias if EARLY else load_terms(p_column, o_j, BLOCK_J)[None, :]
         if HARD:
-            # Only the biases compete.
             b_bias = tl.maximum(b_bias, b_gap[:, None] + load_terms(p_column + padded_keys, o_j, BLOCK_J)[None, :])
         if not HAS_LEVEL:
             b_bias -= b_reference[:, None]
@@ -371,14 +379,15 @@ def _attend(
             ))  # fmt: skip
         b_weight = tl.math.exp2(b_product * scale + b_bias)
     elif HAS_LEVEL and M == 1:
-        b_bias = in_order(tl.load(p_columns))[None, :]
+        o_block = tl.arange(0, BLOCK_J)
+        b_bias = terms_at(p_columns, place(o_block)) if DIRECT else in_order(tl.load(p_columns + o_block))
         b_key = load_tile(d_key, i_batch, i_kv_head, o_j, BLOCK_J, D)
         b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
-        b_weight = tl.math.exp2(b_product * scale + b_bias)
+        b_weight = tl.math.exp2(b_product * scale + b_bias[None, :])
     elif JOINED:
         b_logit = _joined_logit(
             b_query, d_key, p_column, i_batch, i_kv_head, o_j, b_reference, scale, padded_keys,
-            HAS_COLUMN, HAS_LEVEL, PRECISION, BLOCK_J, D,
+            HAS_COLUMN, HAS_LEVEL, PRECISION, DIRECT, BLOCK_J, D,
         )  # fmt: skip
         if HARD:
             b_weight = tl.math.exp2(tl.max(b_logit.reshape(b_query.shape[0], 2, BLOCK_J), 1))
@@ -412,17 +421,14 @@ def _attend(
         )  # fmt: skip
         b_weight = tl.where(b_seen, b_weight, 0.0)
     # In this order: with the values read first, the compiler's schedule is a tenth slower.
-    if not SUM_BY_PRODUCT:
-        b_sum += partial_sums(b_weight)
+    b_sum += partial_sums(b_weight)
     b_factor = b_weight.to(b_query.dtype)
-    if SUM_BY_PRODUCT:
-        b_sum = tl.dot(b_factor, tl.full([BLOCK_J, 16], 1.0, b_query.dtype), b_sum)
     if DROPOUT:
         AS_PRODUCT: tl.constexpr = b_query.dtype != tl.float32 and not HAS_MASK
         b_factor = rows_unless_dropped(b_factor, b_row_key, p_column_key, o_j, threshold, AS_PRODUCT)
     b_value = load_tile(d_value, i_batch, i_kv_head, o_j, BLOCK_J, DV)
     b_out = tl.dot(b_factor, b_value, b_out, input_precision=PRECISION)
-    return b_out, b_sum
+    return awaited(b_out) if WAITS else b_out, b_sum
 
 
 @triton.jit

@@ -78,8 +78,6 @@ def forward_pass(
         )
         scalars = (call.scale, call.threshold, 1.0 / call.keep_probability)
 
-        by_product = call.joined and seed is None and tuning.sums_by_product(call.kernel("forward"), widths["DV"])
-
         def run(tile: tuning.Tile) -> None:
             # Rows are made up to the end of the padding, which backward reads.
             blocks = count_blocks(call.padded_queries if call.paired else call.queries, tile.rows)
@@ -89,13 +87,12 @@ def forward_pass(
                 (
                     descriptor(call.query, tile.rows), descriptor(call.key, tile.columns, 2 if call.joined else 1),
                     descriptor(values, tile.columns), descriptor(out, tile.rows), call.row, call.column, call.alpha,
-                    call.rho, call.wide, call.level, call.scales, call.shift, call.origin, normaliser, *masks, *strides,
-                    *scalars, *sizes,
-                    blocks, call.width, *call.limits[:4],
+                    call.rho, call.scaled, call.wide, call.level, call.scales, call.shift, call.origin, normaliser,
+                    *masks, *strides, *scalars, *sizes, blocks, call.width, *call.limits[:4],
                 ),
                 {**call.options, **widths, "PAIRED": call.paired, "JOINED": call.joined,
-                "HAS_ORIGIN": call.origin is not None,
-                "SUM_BY_PRODUCT": by_product, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
+                "HAS_ORIGIN": call.origin is not None, "WAITS": tile.waits, "DIRECT": tile.direct,
+                "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
                 tile,
             )  # fmt: skip
 

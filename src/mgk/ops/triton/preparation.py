@@ -19,15 +19,15 @@ from mgk.ops.triton.tiles import HEAD_NUMBERS, VARYING, finite, load_rows, mark_
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def logit_terms(
     p_query, p_key, p_shift, p_prior, p_scale, p_origin, p_key_mask, p_query_range, p_key_range, p_row, p_alpha,
-    p_column, p_rho, p_wide, p_level, stride_query_batch, stride_query_head, stride_query_token, stride_key_batch,
-    stride_key_head,
-    stride_key_token, stride_prior_head, stride_prior_component, stride_prior_token, scale, limit, largest_level,
+    p_column, p_rho, p_scaled, p_wide, p_level, stride_query_batch, stride_query_head, stride_query_token,
+    stride_key_batch, stride_key_head, stride_key_token, stride_prior_head, stride_prior_component,
+    stride_prior_token, scale, limit, largest_level,
     num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_row_programs, blocks_together,
     width,
     M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, HARD: tl.constexpr, GAUSSIAN: tl.constexpr,
     HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ORIGIN: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr, HAS_RANGE: tl.constexpr, HAS_LEVEL: tl.constexpr, HAS_ROW: tl.constexpr,
-    HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+    HAS_COLUMN: tl.constexpr, FROM_BIAS: tl.constexpr, EQUAL: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """The first programs make rows, the others columns: one launch, since both wait for memory. Each makes some blocks
     of them, since what is found from first tokens takes as long as a block.
@@ -92,26 +92,27 @@ def logit_terms(
                 )  # fmt: skip
         elif HAS_COLUMN:
             _column_terms(
-                p_key, b_origin, b_level, p_shift, p_prior, p_scale, p_key_mask, p_column, p_rho, p_wide, i_batch,
-                i_kv_head, i_kv,
-                o_first, stride_key_batch, stride_key_head, stride_key_token, stride_prior_head, stride_prior_component,
-                stride_prior_token, scale, limit, num_keys, padded_keys, width,
-                M, SHARED, PAIRED, HARD, GAUSSIAN, HAS_SHIFT, HAS_PRIOR, HAS_KEY_MASK, EQUAL, BLOCK, D,
+                p_key, b_origin, b_level, p_shift, p_prior, p_scale, p_key_mask, p_column, p_rho, p_scaled, p_wide,
+                i_batch, i_kv_head, i_kv, o_first, stride_key_batch, stride_key_head, stride_key_token,
+                stride_prior_head, stride_prior_component, stride_prior_token, scale, limit, num_keys, padded_keys,
+                width,
+                M, SHARED, PAIRED, HARD, GAUSSIAN, HAS_SHIFT, HAS_PRIOR, HAS_KEY_MASK, FROM_BIAS, EQUAL, BLOCK, D,
             )  # fmt: skip
 
 
 @triton.jit
 def _column_terms(
-    p_key, b_origin, b_level, p_shift, p_prior, p_scale, p_key_mask, p_column, p_rho, p_wide, i_batch, i_kv_head,
-    i_kv, o_first,
+    p_key, b_origin, b_level, p_shift, p_prior, p_scale, p_key_mask, p_column, p_rho, p_scaled, p_wide, i_batch,
+    i_kv_head, i_kv, o_first,
     stride_batch, stride_head, stride_token, stride_prior_head, stride_prior_component, stride_prior_token, scale,
     limit, num_keys, padded_keys, width,
     M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, HARD: tl.constexpr, GAUSSIAN: tl.constexpr,
-    HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
+    HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, HAS_KEY_MASK: tl.constexpr, FROM_BIAS: tl.constexpr,
     EQUAL: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """``column [B, Hkv, M, padded]``, -inf at masked keys and beyond the end, and ``rho`` of a pair: by what factor the
-    second component weighs more, or how far it lies above the first if the choice is hard."""
+    second component weighs more, or how far it lies above the first if the choice is hard. ``FROM_BIAS``: and
+    ``scaled``, columns to which products may be added before they are scaled."""
     o_j = o_first + tl.arange(0, BLOCK)
     o_d = tl.arange(0, D)
     b_valid = o_j < num_keys
@@ -143,7 +144,10 @@ def _column_terms(
             # Scaled terms are in units of log 2 already.
             b_column += b_prior * 1.4426950408889634
         b_column = tl.where(b_valid, b_column - b_level, float("-inf"))
-        tl.store(p_column + (i_kv.to(tl.int64) * M + r) * padded_keys + place(o_j), b_column)
+        o_own = (i_kv.to(tl.int64) * M + r) * padded_keys + place(o_j)
+        tl.store(p_column + o_own, b_column)
+        if FROM_BIAS:
+            tl.store(p_scaled + o_own, b_column / b_scale)
         if PAIRED:
             if r == 0:
                 b_first = b_column

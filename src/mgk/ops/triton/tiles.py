@@ -73,6 +73,39 @@ def in_order(b_terms):
 
 
 @triton.jit
+def terms_at(p_terms, o_terms):
+    """What :func:`load_terms` reads, from addresses straight into the registers of the threads that hold the columns:
+    no copy by way of shared memory, for which all threads would wait for each other.
+
+    Args:
+        p_terms: where they begin, 16 bytes aligned.
+        o_terms: where each column lies from there on, as :func:`place` says. Of a product of half precision on Hopper,
+            of which these are the columns, a thread holds them in this order, four at a time.
+    """
+    o_bytes = (o_terms & -4) * 4
+    b_first = tl.broadcast_to(p_terms.to(tl.int64, bitcast=True), o_terms.shape)
+    return tl.inline_asm_elementwise(
+        _FOUR_TERMS, "=f,=f,=f,=f,r,r,r,r,l,l,l,l", [o_bytes, b_first], dtype=tl.float32, is_pure=True, pack=4
+    )
+
+
+_FOUR_TERMS = tl.constexpr(
+    "{ .reg .u64 address; cvt.u64.u32 address, $4; add.u64 address, address, $8;"
+    " ld.global.nc.v4.f32 {$0, $1, $2, $3}, [address]; }"
+)
+
+
+@triton.jit
+def awaited(b_sum):
+    """``b_sum``, a product that is added up in a loop, when it is done.
+
+    By itself a product may still run while the next block's begins. Then its operands stay in registers, and where
+    those do not last, the compiler has every instruction of the matrix units wait for the one before.
+    """
+    return tl.inline_asm_elementwise("mov.f32 $0, $1;", "=f,f", [b_sum], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def partial_sums(b_pairs):
     """``[rows, 4]`` sums of ``[rows, columns]``: four threads hold a row, and ask each other only when all is done."""
     return tl.sum(tl.sum(b_pairs.reshape(b_pairs.shape[0], b_pairs.shape[1] // 8, 4, 2), 3), 1)

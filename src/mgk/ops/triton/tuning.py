@@ -26,6 +26,10 @@ class Tile(NamedTuple):
     stages: int
     registers: int | None = None
     """most registers of a thread; fewer let more programs share a multiprocessor"""
+    waits: bool = False
+    """forward: weights times values are done before the next block begins; takes fewer registers"""
+    direct: bool = False
+    """forward: terms of columns go from memory to registers, not by way of shared memory; on Hopper only"""
 
     def settings(self) -> dict[str, int | None]:
         """What Triton calls them."""
@@ -42,8 +46,8 @@ class Kernel(NamedTuple):
     element_size: int
     """bytes of a number"""
     kind: str
-    """``"pair"`` of shifted keys, ``"one"`` key (or shifted keys done one by one), ``"several"`` projected keys; where
-    the choice is hard, ``"hard pair"`` and ``"hard several"``"""
+    """``"one"`` key, a ``"pair"`` of shifted keys or ``"two"`` projected ones of one variance, ``"many"`` of any other
+    kind; where the choice is hard, ``"hard pair"`` and ``"hard two"``"""
     is_causal: bool
     has_mask: bool
     """an attention mask, read pair by pair"""
@@ -56,18 +60,37 @@ INTERPRETED = Tile(16, 16, 4, 1)
 
 # Half precision on Hopper, measured on an H200. By kernel and kind, then by width: 16 and 32, 64, 128.
 HOPPER: dict[tuple[str, str], tuple[Tile, Tile, Tile]] = {
-    ("forward", "one"): (Tile(64, 128, 4, 3, 128), Tile(64, 128, 4, 2, 168), Tile(128, 64, 8, 2, 128)),
-    ("forward", "pair"): (Tile(64, 128, 4, 3, 128), Tile(64, 128, 4, 2, 168), Tile(128, 64, 8, 2, 128)),
-    ("forward", "hard pair"): (Tile(64, 128, 4, 3, 128), Tile(64, 128, 4, 2, 168), Tile(128, 64, 8, 2, 128)),
-    ("forward", "several"): (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 32, 4, 3)),
+    ("forward", "one"): (
+        Tile(64, 128, 4, 3, 128, waits=True, direct=True), Tile(128, 64, 4, 3, 168, waits=True, direct=True),
+        Tile(128, 64, 8, 2, 128, waits=True),
+    ),
+    ("forward", "pair"): (
+        Tile(64, 128, 4, 3, 128, waits=True), Tile(128, 64, 4, 3, 168, waits=True),
+        Tile(128, 64, 8, 2, 128, waits=True),
+    ),
+    ("forward", "hard pair"): (
+        Tile(64, 128, 4, 3, 128, waits=True), Tile(128, 64, 4, 3, 168, waits=True), Tile(128, 64, 4, 2, waits=True),
+    ),
+    ("forward", "two"): (
+        Tile(64, 64, 4, 4, 128, waits=True), Tile(128, 32, 4, 3, 168, waits=True, direct=True),
+        Tile(128, 32, 4, 3, direct=True),
+    ),
+    ("forward", "hard two"): (
+        Tile(64, 64, 4, 3), Tile(128, 32, 4, 3, 168, waits=True, direct=True),
+        Tile(128, 32, 4, 3, waits=True, direct=True),
+    ),
+    ("forward", "many"): (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
     ("key_value", "one"): (Tile(64, 64, 4, 3, 168), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
     ("key_value", "pair"): (Tile(64, 64, 4, 3, 168), Tile(64, 64, 4, 3), Tile(32, 64, 4, 3)),
     ("key_value", "hard pair"): (Tile(64, 64, 4, 3, 168), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
-    ("key_value", "several"): (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
+    ("key_value", "two"): (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
+    ("key_value", "many"): (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
     ("query", "one"): (Tile(64, 64, 4, 3, 128), Tile(64, 64, 4, 2, 128), Tile(64, 64, 4, 2)),
     ("query", "pair"): (Tile(64, 64, 4, 3, 128), Tile(64, 64, 4, 2, 128), Tile(64, 64, 4, 2)),
-    ("query", "several"): (Tile(64, 64, 4, 2, 168), Tile(64, 64, 4, 2, 168), Tile(128, 64, 8, 2)),
-}
+    ("query", "two"): (Tile(64, 64, 4, 2, 168), Tile(64, 64, 4, 2, 168), Tile(128, 64, 8, 2)),
+    # Eight keys of a block lie in shared memory at once.
+    ("query", "many"): (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+}  # fmt: skip
 
 CANDIDATES = [
     Tile(rows, columns, warps, stages)
@@ -93,17 +116,19 @@ def choose_tile(kernel: Kernel, device: torch.device) -> Tile:
     """The tile of ``kernel`` on ``device``."""
     if is_interpreted():
         return INTERPRETED
-    tuned = _tuned.get((kernel, _architecture(device.index or 0)))
-    return tuned or _from_table(kernel)
+    architecture = _architecture(device.index or 0)
+    tile = _tuned.get((kernel, architecture)) or _from_table(kernel)
+    # Elsewhere the matrix units leave products in other places.
+    return tile if architecture == "sm90" else tile._replace(direct=False)
 
 
-def sums_by_product(kernel: Kernel, value_width: int) -> bool:
-    """Whether the matrix units add up the weights of a row, rounded as they multiply them.
+def starts_from_bias(width: int, element_size: int, is_causal: bool) -> bool:
+    """Whether the products of a hard pair are added to the larger bias, instead of the bias to the product.
 
-    Two exponentials a pair leave them time for it. (A density asks with the narrowest values, and wants its sum
-    unrounded.)
+    Measured: with wide heads, and next to the two loops of causality. In fp32 the bias would cost the product digits,
+    but for the interpreter, which adds it last.
     """
-    return kernel.element_size == 2 and kernel.kind == "several" and value_width in (32, 64)
+    return (width > 64 or (width == 64 and is_causal)) and (element_size == 2 or is_interpreted())
 
 
 def choose_decode_tile(width: int, key_tensors: int) -> Tile:
@@ -168,8 +193,10 @@ def _from_table(kernel: Kernel) -> Tile:
         return Tile(64, 64 if kernel.width <= 64 else 32, 4, 2)
     if kernel.name == "key_value" and kernel.kind == "pair" and kernel.width == 64 and kernel.is_causal:
         return Tile(64, 64, 4, 2)
-    if kernel.name == "forward" and kernel.kind.endswith("several") and kernel.width == 128 and not kernel.has_level:
-        return Tile(64, 64, 4, 2)
+    if kernel.name == "forward" and kernel.kind == "two" and kernel.width == 64 and kernel.is_causal:
+        return Tile(64, 64, 4, 3, 168)
+    if kernel.name == "forward" and kernel.kind.endswith("two") and kernel.width != 64 and not kernel.has_level:
+        return Tile(64, 64, 4, 2 if kernel.width == 128 else 3)
     tiles = HOPPER.get((kernel.name, kernel.kind)) or HOPPER[kernel.name, kernel.kind.removeprefix("hard ")]
     return tiles[{16: 0, 32: 0, 64: 1, 128: 2}[kernel.width]]
 
