@@ -73,7 +73,7 @@ def attention_forward(
         p_row += i_head.to(tl.int64) * M * padded_queries
     if HAS_COLUMN:
         p_column += i_kv.to(tl.int64) * M * padded_keys
-    if PAIRED and not HARD:
+    if PAIRED:
         p_rho += i_kv.to(tl.int64) * padded_keys
     if FROM_BIAS:
         p_scaled += i_kv.to(tl.int64) * 2 * padded_keys
@@ -354,15 +354,24 @@ def _attend(
     elif PAIRED:
         # Where registers last, before the product: who reads them after it waits for them.
         EARLY: tl.constexpr = D > 64 and not HARD
+        # Narrow heads are quicker so. The sum loses a digit of where columns lie far apart: not in fp32.
+        STEPS: tl.constexpr = HARD and D <= 32 and b_query.dtype != tl.float32
         b_bias = load_terms(p_column, o_j, BLOCK_J)[None, :] if EARLY else 0.0
         b_key = load_tile(d_key, i_batch, i_kv_head, o_j, BLOCK_J, D)
         b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
-        b_bias = b_bias if EARLY else load_terms(p_column, o_j, BLOCK_J)[None, :]
-        if HARD:
-            b_bias = tl.maximum(b_bias, b_gap[:, None] + load_terms(p_column + padded_keys, o_j, BLOCK_J)[None, :])
-        if not HAS_LEVEL:
-            b_bias -= b_reference[:, None]
-        b_weight = tl.math.exp2(b_product * scale + b_bias)
+        if STEPS:
+            b_step = tl.maximum(b_gap[:, None], load_terms(p_rho, o_j, BLOCK_J)[None, :])
+            if not HAS_LEVEL:
+                b_step -= b_reference[:, None]
+            b_second = load_terms(p_column + padded_keys, o_j, BLOCK_J)
+            b_weight = tl.math.exp2((b_product * scale + b_second[None, :]) + b_step)
+        else:
+            b_bias = b_bias if EARLY else load_terms(p_column, o_j, BLOCK_J)[None, :]
+            if HARD:
+                b_bias = tl.maximum(b_bias, b_gap[:, None] + load_terms(p_column + padded_keys, o_j, BLOCK_J)[None, :])
+            if not HAS_LEVEL:
+                b_bias -= b_reference[:, None]
+            b_weight = tl.math.exp2(b_product * scale + b_bias)
         if not HARD:
             b_weight = b_weight + b_weight * (b_alpha[:, None] * load_terms(p_rho, o_j, BLOCK_J)[None, :])
     elif HARD and SHARED and EQUAL:

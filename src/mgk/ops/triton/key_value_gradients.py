@@ -194,8 +194,9 @@ def _gather_key_value(
         b_row += load_terms(p_row + i_component * padded_queries, o_first_row, BLOCK_I)
     b_logit = b_product * b_scale + (b_row[None, :] + b_column[:, None])
     if PAIRED and HARD:
-        # Only the biases compete: `alpha` and `rho` are how far the second row and column exceed the first.
-        b_difference = load_terms(p_alpha, o_first_row, BLOCK_I)[None, :] + b_rho[:, None]
+        # Only the biases compete: `alpha` is how far the second row exceeds the first, `rho` the first column the
+        # second.
+        b_difference = load_terms(p_alpha, o_first_row, BLOCK_I)[None, :] - b_rho[:, None]
         b_share = first_share(b_difference)
         b_weight = weight_of(b_logit + tl.maximum(b_difference, 0.0), b_query)
     elif HARD and M == 2:

@@ -111,7 +111,7 @@ def _column_terms(
     EQUAL: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """``column [B, Hkv, M, padded]``, -inf at masked keys and beyond the end, and ``rho`` of a pair: by what factor the
-    second component weighs more, or how far it lies above the first if the choice is hard. ``FROM_BIAS``: and
+    second component weighs more, or how far the first lies above it if the choice is hard. ``FROM_BIAS``: and
     ``scaled``, columns to which products may be added before they are scaled."""
     o_j = o_first + tl.arange(0, BLOCK)
     o_d = tl.arange(0, D)
@@ -152,7 +152,7 @@ def _column_terms(
             if r == 0:
                 b_first = b_column
             elif HARD:
-                tl.store(p_rho + i_kv.to(tl.int64) * padded_keys + place(o_j), finite(b_column) - finite(b_first))
+                tl.store(p_rho + i_kv.to(tl.int64) * padded_keys + place(o_j), finite(b_first) - finite(b_column))
             else:
                 b_ratio = safe_ratio(b_column - b_first, limit)
                 b_ratio = tl.where(b_column == float("-inf"), 0.0, b_ratio)

@@ -178,8 +178,9 @@ def _gather_query(
         b_key = load_tile(d_key, i_batch, i_kv_head, o_first, BLOCK_J, D)
         b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
         if HARD:
-            # Only the biases compete: `alpha` and `rho` are how far the second row and column exceed the first.
-            b_difference = b_alpha[:, None] + load_terms(p_rho, o_first, BLOCK_J)[None, :]
+            # Only the biases compete: `alpha` is how far the second row exceeds the first, `rho` the first column the
+            # second.
+            b_difference = b_alpha[:, None] - load_terms(p_rho, o_first, BLOCK_J)[None, :]
             b_share = first_share(b_difference)
             b_bias = load_terms(p_column, o_first, BLOCK_J)[None, :] - b_reference[:, None]
             b_weight = weight_of(b_product * scale + b_bias + tl.maximum(b_difference, 0.0), b_query)
