@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import ir, make_backend
 from triton.runtime.jit import JITFunction
 
+from mgk.ops.triton import call as prepared
 from mgk.ops.triton import generation, launch, linear_operator, operator, passes, tuning
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -201,6 +202,14 @@ def test_linear_kernels_compile_and_fit(kind, is_causal, width, dtype, started):
         assert compiled(kernel, arguments, constants, tile).metadata.shared <= 227 * 1024, kernel.__name__
 
 
+def test_small_kernels_work_on_whole_blocks(started):
+    """Whatever the number of components: Triton takes powers of two, and no term is left over."""
+    for components, width in itertools.product(range(1, 9), (16, 32, 64, 128, 256)):
+        for rows in (prepared.rows_of_terms(components * width), prepared.rows_of_small_kernels(components * width)):
+            assert rows.bit_count() == 1
+            assert prepared.PADDING % rows == 0
+
+
 def test_the_pool_of_the_tests_is_small(started):
     """One version of the forward kernel for each configuration; those of dropout and packed sequences make it 60."""
     versions = set()
@@ -216,7 +225,10 @@ def test_the_pool_of_the_tests_is_small(started):
 EVERY_OTHER = [pytest.param(case, marks=[pytest.mark.slow] * (i % 2)) for i, case in enumerate(CONFIGURATIONS)]
 
 
-@pytest.mark.parametrize("configuration", [*EVERY_OTHER, *map(in_half_precision, PRESETS)], ids=str)
+THREE_KEYS = {"kind": "projected", "components": 3, "assignment": "soft", "similarity": "gaussian"}
+
+
+@pytest.mark.parametrize("configuration", [*EVERY_OTHER, *map(in_half_precision, [*PRESETS, THREE_KEYS])], ids=str)
 def test_every_kernel_translates(configuration, started):
     call(configuration)
     assert {kernel.__name__ for kernel, *_ in started} >= {

@@ -73,9 +73,9 @@ def test_flops_need_no_data():
 @pytest.mark.skipif(BACKEND != "triton", reason="looks at what the fused kernels leave to be repaired")
 @every_kind
 def test_padding_is_not_repaired(kind, device, monkeypatch):
-    from mgk.ops.triton import forward, operator
+    from mgk.ops.triton import forward, passes
 
-    left, launch = [], operator.launch
+    left, launch = [], passes.launch
 
     def look_and_launch(kernel, programs, arguments, *rest):
         if kernel is forward.attention_repair:
@@ -83,7 +83,7 @@ def test_padding_is_not_repaired(kind, device, monkeypatch):
             left.append(int(normaliser.isnan().sum()))
         return launch(kernel, programs, arguments, *rest)
 
-    monkeypatch.setattr(operator, "launch", look_and_launch)
+    monkeypatch.setattr(passes, "launch", look_and_launch)
     length = 3 * PADDED_BLOCK
     inputs = make_inputs(kind=kind, batch=2, heads=2, queries=length, dim=16, dtype=ONE_DTYPE, device=device)
     valid = torch.arange(length, device=device) < torch.tensor([[PADDED_BLOCK // 3], [length]], device=device)

@@ -267,15 +267,19 @@ def rows_of_small_kernels(width: int) -> int:
     """``width``: of all the numbers of a row together."""
     if tuning.is_interpreted():
         return 16
-    fitting = max(min(128, 4096 // width), min(32, 8192 // width), 8)
-    return 1 << (fitting.bit_length() - 1)
+    return power_of_two(max(min(128, 4096 // width), min(32, 8192 // width), 8))
 
 
 def rows_of_terms(width: int) -> int:
     """The same for one warp that makes terms of rows and columns."""
     if tuning.is_interpreted():
         return 16
-    return max(8, min(64, (2048 if width <= 64 else 4096) // width))
+    return power_of_two(max(8, min(64, (2048 if width <= 64 else 4096) // width)))
+
+
+def power_of_two(number: int) -> int:
+    """The largest that is not larger: what blocks are made of."""
+    return 1 << (number.bit_length() - 1)
 
 
 def scales_of(problem: MixtureProblem) -> tuple[float, Tensor | None]:
