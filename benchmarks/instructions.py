@@ -124,10 +124,14 @@ def main() -> None:
                 loop = hot_loop(instructions)
                 pairs = constants["BLOCK_I"] * constants["BLOCK_J"] / (32 * tile.warps)
                 spills = sum("STL" in line or "LDL" in line for line in loop)
+                waits = sum("WARPGROUP.DEPBAR" in line for line in loop)
+                products = sum("HGMMA" in line for line in loop)
                 counts = Counter(line.split()[0].split(".")[0] for line in loop).most_common(14)
                 print(
                     f"{preset}, head_dim {head_dim}, {NAMES[kernel.__name__]}: {len(loop) / pairs:.2f} a pair, "
                     f"{registers} registers, {spills} spills in the loop, {tuple(tile)}"
+                    # For want of registers, which the compiler tells nobody.
+                    + (", each product waits for the one before" if waits >= products else "")
                 )
                 print("   ", "  ".join(f"{name} {count / pairs:.2f}" for name, count in counts))
                 if arguments.listing == NAMES[kernel.__name__]:

@@ -7,7 +7,9 @@ language, and a few are compiled to the end.
 
 import itertools
 import re
+import subprocess
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -250,6 +252,23 @@ def test_every_preset_compiles_and_fits(width, preset, started):
     call(in_half_precision(preset, width))
     for kernel, arguments, constants, tile in started:
         assert compiled(kernel, arguments, constants, tile).metadata.shared <= 227 * 1024, kernel.__name__
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("width", [32, 64, 128])
+@pytest.mark.parametrize("preset", PRESETS, ids=str)
+def test_products_do_not_wait_for_each_other(preset, width, is_causal, started):
+    """For want of registers the compiler would serialise the matrix units, and say nothing."""
+    call({**in_half_precision(preset, width), "is_causal": is_causal})
+    assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    for each in started:
+        if each[0].__name__.startswith(("attention_forward", "attention_backward")):
+            arguments = [assembler, "-v", "--gpu-name", "sm_90a", "-", "-o", "/dev/null"]
+            text = compiled(*each).asm["ptx"]
+            said = subprocess.run(arguments, input=text, capture_output=True, text=True, check=True).stderr
+            assert "registers" in said
+            assert "serialized" not in said, each[0].__name__
 
 
 @pytest.mark.slow

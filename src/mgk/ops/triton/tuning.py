@@ -98,7 +98,7 @@ CANDIDATES = [
     for warps in (4, 8)
     for stages in (2, 3)
     if rows * columns >= warps * 512
-]
+] + [Tile(64, 128, 4, 3, 128, waits=True), Tile(128, 64, 4, 3, 168, waits=True), Tile(128, 64, 8, 2, 128, waits=True)]
 
 _tuned: dict[tuple[Kernel, str], Tile] = {}
 
