@@ -110,6 +110,7 @@ SOFTMAX = {**PLAIN, **DOT, **components(1), "prior": None}
 USUAL = [
     {**PLAIN, **change}
     for change in (
+        components(1) | widths(64, 64), SHIFTED | HARD | CAUSAL | widths(64, 64),
         {}, SHIFTED, CAUSAL, SHIFTED | CAUSAL, PADDED, SHIFTED | PADDED, CAUSAL | PADDED, SHIFTED | CAUSAL | PADDED,
         HARD, SHIFTED | HARD, UNEQUAL, SHIFTED | UNEQUAL, components(1), components(3), SHIFTED | components(3),
         DOT, DOT | SHIFTED | {"prior": "position"}, DOT | SHIFTED | HARD, DOT | HARD | CAUSAL, SOFTMAX,

@@ -213,7 +213,7 @@ def test_small_kernels_work_on_whole_blocks(started):
 
 
 def test_the_pool_of_the_tests_is_small(started):
-    """One version of the forward kernel for each configuration; those of dropout and packed sequences make it 60."""
+    """One version of the forward kernel for each configuration; those of dropout and packed sequences make it 61."""
     versions = set()
     for configuration in POOL:
         call(configuration)
@@ -221,7 +221,7 @@ def test_the_pool_of_the_tests_is_small(started):
         _, arguments, constants, tile = forward
         versions.add((arguments[0].base.dtype, constants, tile[2:]))
         started.clear()
-    assert len(versions) == len(POOL) <= 50
+    assert len(versions) == len(POOL) <= 51
 
 
 EVERY_OTHER = [pytest.param(case, marks=[pytest.mark.slow] * (i % 2)) for i, case in enumerate(CONFIGURATIONS)]

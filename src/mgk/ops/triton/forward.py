@@ -354,7 +354,7 @@ def _attend(
     elif PAIRED:
         # Where registers last, before the product: who reads them after it waits for them.
         EARLY: tl.constexpr = D > 64 and not HARD
-        # Narrow heads are quicker so. The sum loses a digit of where columns lie far apart: not in fp32.
+        # Narrow heads are quicker so. The sum loses digits where two columns lie far apart, which fp32 would show.
         STEPS: tl.constexpr = HARD and D <= 32 and b_query.dtype != tl.float32
         b_bias = load_terms(p_column, o_j, BLOCK_J)[None, :] if EARLY else 0.0
         b_key = load_tile(d_key, i_batch, i_kv_head, o_j, BLOCK_J, D)
