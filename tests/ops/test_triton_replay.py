@@ -228,7 +228,7 @@ def test_a_mask_that_must_be_copied_is_not_recorded(log):
 def test_the_flag_of_wide_heads_is_cleared(log):
     tensors, options = make("smgk")
     forward(tensors, options)
-    layout = call.TermsLayout(*tensors[:2], *tensors[3:], None, None, True, False, False)
+    layout = call.TermsLayout(*tensors[:2], *tensors[3:], None, None, True, False)
     sizes = layout.sizes()
     at = sum(sizes[name] for name in ("row", "alpha", "column", "rho", "origin"))
     poisoned = torch.empty_strided

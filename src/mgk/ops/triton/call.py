@@ -53,7 +53,7 @@ class TermsLayout:
 
     def __init__(
         self, query: Tensor, key: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
-        key_mask: Tensor | None, gaussian: bool, is_causal: bool, hard: bool,
+        key_mask: Tensor | None, gaussian: bool, hard: bool,
     ) -> None:  # fmt: skip
         self.batch, self.heads, self.queries, self.width = query.shape
         self.kv_heads, self.keys = key.shape[1], key.shape[3]
@@ -78,10 +78,8 @@ class TermsLayout:
         self.joined = shift is None and self.components == 2 and scales is None
         is_plain = self.paired or self.joined or (self.components == 1 and not self.has_row)
         self.has_level = gaussian and scales is None and is_plain and query.dtype != torch.float16
-        self.from_bias = (
-            self.paired and hard and self.has_level
-            and tuning.starts_from_bias(self.block_d, query.dtype.itemsize, is_causal)
-        )  # fmt: skip
+        is_hard_pair = self.paired and hard and self.has_level
+        self.from_bias = is_hard_pair and tuning.starts_from_bias(self.block_d, query.dtype.itemsize)
 
     def sizes(self) -> dict[str, int]:
         """Numbers in each part of the buffer."""
@@ -107,7 +105,7 @@ class Call(TermsLayout):
         seed: Tensor | None, query_spans: Tensor | None, scale: float, gaussian: bool,
         is_causal: bool, hard: bool, dropout_p: float, saved: Tensor | None = None, pairs_are_left: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(query, key, shift, log_prior, scales, key_mask, gaussian, is_causal, hard)
+        super().__init__(query, key, shift, log_prior, scales, key_mask, gaussian, hard)
         self.query, self.key = aligned(query), aligned(key.flatten(1, 2))
         self.value = None if value is None else aligned(value)
         self.dtype, self.device = query.dtype, query.device

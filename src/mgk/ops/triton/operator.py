@@ -72,7 +72,7 @@ def _(
     out = by_token(query, query.shape[1], query.shape[2], value.shape[-1])
     if value.shape[-1] * value.element_size() % 16 != 0:
         out = out.contiguous()
-    layout = TermsLayout(query, key, shift, log_prior, scales, key_mask, gaussian, is_causal, hard)
+    layout = TermsLayout(query, key, shift, log_prior, scales, key_mask, gaussian, hard)
     terms = query.new_empty(sum(layout.sizes().values()), dtype=torch.float32)
     return out, query.new_empty(query.shape[:-1], dtype=torch.float32), terms
 
@@ -131,7 +131,7 @@ def run_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     added, has_one_mask = beside
 
     def zeroed() -> tuple[int, int, int] | None:
-        layout = TermsLayout(query, key, shift, log_prior, None, others[2], *options[1:4])
+        layout = TermsLayout(query, key, shift, log_prior, None, others[2], options[1], options[3])
         sizes = layout.sizes()
         first = sum(sizes[name] for name in ("row", "alpha", "column", "rho", "origin"))
         return (2, first, first + sizes["wide"]) if layout.factored else None

@@ -65,15 +65,13 @@ HOPPER: dict[tuple[str, str], tuple[Tile, Tile, Tile]] = {
         Tile(128, 64, 8, 2, 128, waits=True),
     ),
     ("forward", "pair"): (
-        Tile(64, 128, 4, 3, 128, waits=True), Tile(128, 64, 4, 3, 168, waits=True),
-        Tile(128, 64, 8, 2, 128, waits=True),
+        Tile(64, 128, 4, 3, 128, waits=True), Tile(64, 64, 4, 2, 96, waits=True), Tile(128, 64, 8, 2, 128, waits=True),
     ),
     ("forward", "hard pair"): (
-        Tile(64, 128, 4, 3, 128, waits=True), Tile(128, 64, 4, 3, 168, waits=True), Tile(128, 64, 4, 2, waits=True),
+        Tile(64, 128, 4, 3, 128, waits=True), Tile(64, 64, 4, 2, 96, waits=True), Tile(128, 64, 4, 2, waits=True),
     ),
     ("forward", "two"): (
-        Tile(64, 64, 4, 4, 128, waits=True), Tile(128, 32, 4, 3, 168, waits=True, direct=True),
-        Tile(128, 32, 4, 3, direct=True),
+        Tile(64, 64, 4, 4, 128, waits=True), Tile(64, 64, 4, 3, 168), Tile(128, 32, 4, 3, direct=True),
     ),
     ("forward", "hard two"): (
         Tile(64, 64, 4, 3), Tile(128, 32, 4, 3, 168, waits=True, direct=True),
@@ -122,13 +120,13 @@ def choose_tile(kernel: Kernel, device: torch.device) -> Tile:
     return tile if architecture == "sm90" else tile._replace(direct=False)
 
 
-def starts_from_bias(width: int, element_size: int, is_causal: bool) -> bool:
+def starts_from_bias(width: int, element_size: int) -> bool:
     """Whether the products of a hard pair are added to the larger bias, instead of the bias to the product.
 
-    Measured: with wide heads, and next to the two loops of causality. In fp32 the bias would cost the product digits,
-    but for the interpreter, which adds it last.
+    Measured: faster but for narrow heads. In fp32 the bias would cost the product digits, though not in the
+    interpreter, which adds it last.
     """
-    return (width > 64 or (width == 64 and is_causal)) and (element_size == 2 or is_interpreted())
+    return width >= 64 and (element_size == 2 or is_interpreted())
 
 
 def choose_decode_tile(width: int, key_tensors: int) -> Tile:
@@ -193,12 +191,22 @@ def _from_table(kernel: Kernel) -> Tile:
         return Tile(64, 64 if kernel.width <= 64 else 32, 4, 2)
     if kernel.name == "key_value" and kernel.kind == "pair" and kernel.width == 64 and kernel.is_causal:
         return Tile(64, 64, 4, 2)
-    if kernel.name == "forward" and kernel.kind == "two" and kernel.width == 64 and kernel.is_causal:
-        return Tile(64, 64, 4, 3, 168)
-    if kernel.name == "forward" and kernel.kind.endswith("two") and kernel.width != 64 and not kernel.has_level:
-        return Tile(64, 64, 4, 2 if kernel.width == 128 else 3)
+    if kernel.name == "forward" and (tile := _forward_exception(kernel)) is not None:
+        return tile
     tiles = HOPPER.get((kernel.name, kernel.kind)) or HOPPER[kernel.name, kernel.kind.removeprefix("hard ")]
     return tiles[{16: 0, 32: 0, 64: 1, 128: 2}[kernel.width]]
+
+
+def _forward_exception(kernel: Kernel) -> Tile | None:
+    """Where a forward kernel holds more in registers than others of its kind and width."""
+    if kernel.kind.endswith("two") and kernel.width != 64 and not kernel.has_level:
+        return Tile(64, 64, 4, 2 if kernel.width == 128 else 3)
+    if kernel.kind == "hard pair" and kernel.width == 128 and not kernel.has_level:
+        return Tile(128, 64, 8, 2, 128, waits=True)
+    if kernel.kind.endswith("pair") and kernel.width == 64:
+        has_few = kernel.has_level and (kernel.kind == "hard pair" or not kernel.is_causal)
+        return None if has_few else Tile(64, 128, 4, 2, 168)
+    return None
 
 
 @functools.cache
