@@ -37,6 +37,12 @@ def parse(text: str) -> tuning.Tile:
     return tuning.Tile(*numbers, **words)  # type: ignore[arg-type]
 
 
+def text_of(tile: tuning.Tile) -> str:
+    """What :func:`parse` takes."""
+    words = [name for name in ("waits", "direct") if getattr(tile, name)]
+    return ",".join(map(str, [*tile[:4], *([] if tile.registers is None else [tile.registers]), *words]))
+
+
 def use(kernel: str, tile: tuning.Tile | None) -> None:
     """From now on; ``None``: as usual."""
     vars(tuning)["choose_tile"] = lambda asked, device: (
@@ -95,7 +101,7 @@ def main() -> None:
                 print(f"{preset}: {tile} left out, {type(error).__name__}")
                 continue
             samples = sorted(clock.sample(Candidate(name="", call=call), 1.0) for _ in range(SAMPLES))
-            times.append((samples[SAMPLES // 2], "of the table" if tile is None else str(tuple(tile))))
+            times.append((samples[SAMPLES // 2], "of the table" if tile is None else text_of(tile)))
         for time, name in sorted(times):
             print(f"{preset}, {arguments.kernel}, {shape}: {time:.3f} ms  {name}")
 

@@ -80,6 +80,7 @@ COMMANDS = {
     r"python benchmarks/variant_costs\.py": "test_costs_are_those_that_are_counted",
     r"python benchmarks/instructions\.py .*": "test_instructions_of_a_pair_are_counted",
     r"python benchmarks/tiles\.py .*": "test_tiles_are_timed",
+    r"python benchmarks/compile_ahead\.py": "test_kernels_are_compiled_ahead",
     r"mgk generate .*": "test_language_model_example_learns",
     r"mgk demo( .*)?": "test_a_short_demo",
     r"mgk recipes( \S+)?": "test_recipes",
@@ -234,9 +235,27 @@ def test_instructions_of_a_pair_are_counted():
 
 @pytest.mark.gpu
 def test_tiles_are_timed():
-    arguments = ["--preset", "smgk", "--shape", "2,2,512,32", "--kernel", "forward", "--tile", "64,64,4,2"]
+    tiles = ["64,64,4,2", "64,64,4,2,128,waits"]
+    arguments = [
+        "--preset",
+        "smgk",
+        "--shape",
+        "2,2,512,32",
+        "--kernel",
+        "forward",
+        "--tile",
+        tiles[0],
+        "--tile",
+        tiles[1],
+    ]
     out = run("benchmarks/tiles.py", *arguments, "--processes", "2")
-    assert sorted(re.findall(r"ms  (.*)", out)) == ["(64, 64, 4, 2, None)", "of the table"]
+    assert sorted(re.findall(r"ms  (.*)", out)) == [*tiles, "of the table"]
+
+
+@pytest.mark.gpu
+def test_kernels_are_compiled_ahead():
+    out = run("benchmarks/compile_ahead.py", "--preset", "softmax", "--processes", "8")
+    assert re.fullmatch(r"8 calls compiled in \d+ s, 0 processes failed\n", out)
 
 
 def load_benchmark(name):
