@@ -1,6 +1,6 @@
 """Compiles the kernels that ``mgk bench attention`` asks for, by many processes at a time.
 
-The benchmark would compile one after the other, which takes ten minutes; Triton keeps what has been compiled::
+The benchmark would compile one after the other, which takes long. Triton keeps what has been compiled::
 
     python benchmarks/compile_ahead.py
     python benchmarks/compile_ahead.py --preset smgk --processes 4
@@ -22,14 +22,16 @@ from mgk.benchmark.plan import CUDA_SHAPES, USUAL_PRESETS
 from mgk.benchmark.shape import Shape
 
 DEVICE = torch.device("cuda")
-# Whole blocks of keys, and not: without columns of its own, softmax has a kernel for each.
-LENGTHS = (512, 299)
+WHOLE_BLOCKS, OTHERS = 512, 299
+"""Lengths: softmax has no columns in whole blocks of keys, and so a kernel of its own for others."""
 
 
 def tasks(presets: Sequence[str]) -> list[tuple[str, Shape]]:
     """What must be called once. No kernel depends on the numbers of sequences, heads or tokens."""
-    few = [replace(shape, batch=2, heads=2, tokens=tokens) for tokens in LENGTHS for shape in CUDA_SHAPES]
-    return [(preset, shape) for shape in few for preset in presets if shape.tokens == 512 or preset == "softmax"]
+    lengths = [(preset, WHOLE_BLOCKS) for preset in presets] + [("softmax", OTHERS)] * ("softmax" in presets)
+    return [
+        (preset, replace(shape, batch=2, heads=2, tokens=tokens)) for preset, tokens in lengths for shape in CUDA_SHAPES
+    ]
 
 
 def main() -> None:

@@ -265,11 +265,14 @@ def output_floor(inputs: dict) -> Tensor:
 def gradient_errors(got: dict, expected: dict) -> dict[str, float]:
     """Error of every gradient, on a scale that does not vanish when the gradient does.
 
-    One key alone has weight 1 whatever the query: its gradient is zero but for the rounding of the output, which is
-    of the size of the value's gradient; of two keys most queries may see one. A parameter's gradient sums those of the
-    keys, which may cancel; their rounding does not.
+    One key alone has weight 1 whatever the query: its gradient is zero but for rounding, which is of the size of the
+    value's gradient; in half precision, where the output is rounded, nearer to it. Of two keys most queries may see
+    one. A parameter's gradient sums those of the keys, which may cancel; their rounding does not.
     """
-    token_floor = (1.0 if expected["value"].shape[-2] <= 2 else 0.1) * rms(expected["value"])
+    value = got["value"]
+    # Packed tokens, which have no batch, are never so few.
+    is_rounding = not INTERPRETED and value.dtype != FLOAT32 and value.ndim == 4 and value.shape[-2] <= 2
+    token_floor = (1.0 if is_rounding else 0.1) * rms(expected["value"])
     key_norm = expected["key"].double().norm()
     errors = {}
     for name, gradient in got.items():

@@ -102,7 +102,7 @@ def test_head_dimensions(kind, width, dim, device):
     ],
 )
 def test_value_dimensions(dim, value_dim, device):
-    """P21: Dv != D, each with its own tail; in half precision some widths have the weights added up by a product."""
+    """P21: Dv != D, each with its own tail."""
     check(make_inputs(dtype=HALF, device=device, dim=dim, value_dim=value_dim, queries=18, keys=21, batch=1))
 
 

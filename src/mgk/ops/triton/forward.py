@@ -360,7 +360,7 @@ def _attend(
         b_key = load_tile(d_key, i_batch, i_kv_head, o_j, BLOCK_J, D)
         b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
         if STEPS:
-            # In this order, too: another one is two hundredths slower.
+            # In this order, too: with the maximum first it is slower.
             b_step = load_terms(p_rho, o_j, BLOCK_J)[None, :]
             b_second = load_terms(p_column + padded_keys, o_j, BLOCK_J)[None, :]
             b_logit = b_product * scale + b_second + tl.maximum(b_gap[:, None], b_step)

@@ -72,6 +72,12 @@ def in_order(b_terms):
     return b_terms.reshape(b_terms.shape[0] // 16, 4, 2, 2).permute(0, 2, 1, 3).reshape(b_terms.shape[0])
 
 
+_FOUR_TERMS = tl.constexpr(
+    "{ .reg .u64 address; cvt.u64.u32 address, $4; add.u64 address, address, $8;"
+    " ld.global.nc.v4.f32 {$0, $1, $2, $3}, [address]; }"
+)
+
+
 @triton.jit
 def terms_at(p_terms, o_terms):
     """What :func:`load_terms` reads, from addresses straight into the registers of the threads that hold the columns:
@@ -87,12 +93,6 @@ def terms_at(p_terms, o_terms):
     return tl.inline_asm_elementwise(
         _FOUR_TERMS, "=f,=f,=f,=f,r,r,r,r,l,l,l,l", [o_bytes, b_first], dtype=tl.float32, is_pure=True, pack=4
     )
-
-
-_FOUR_TERMS = tl.constexpr(
-    "{ .reg .u64 address; cvt.u64.u32 address, $4; add.u64 address, address, $8;"
-    " ld.global.nc.v4.f32 {$0, $1, $2, $3}, [address]; }"
-)
 
 
 @triton.jit

@@ -198,14 +198,15 @@ def _from_table(kernel: Kernel) -> Tile:
 
 
 def _forward_exception(kernel: Kernel) -> Tile | None:
-    """Where a forward kernel holds more in registers than others of its kind and width."""
-    if kernel.kind.endswith("two") and kernel.width != 64 and not kernel.has_level:
-        return Tile(64, 64, 4, 2 if kernel.width == 128 else 3)
+    """Where the table's tile of this kind and width was found to be slower, or to leave too few registers."""
+    if kernel.kind.endswith("two") and not kernel.has_level:
+        return Tile(64, 64, 4, 2 if kernel.width >= 64 else 3)
     if kernel.kind == "hard pair" and kernel.width == 128 and not kernel.has_level:
         return Tile(128, 64, 8, 2, 128, waits=True)
-    if kernel.kind.endswith("pair") and kernel.width == 64:
-        has_few = kernel.has_level and (kernel.kind == "hard pair" or not kernel.is_causal)
-        return None if has_few else Tile(64, 128, 4, 2, 168)
+    if kernel.kind.endswith("pair") and kernel.width == 64 and not kernel.has_level:
+        return Tile(64, 128, 4, 2, 168)
+    if kernel.kind == "pair" and kernel.width == 64 and kernel.is_causal:
+        return Tile(64, 128, 4, 2, 168)
     return None
 
 
