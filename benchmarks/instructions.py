@@ -23,6 +23,7 @@ import triton
 from fused_calls import passes_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from mgk.benchmark.plan import USUAL_PRESETS
 from mgk.benchmark.shape import Shape
@@ -32,6 +33,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
 NAMES = {
     "attention_forward": "forward",
+    "attention_forward_wide": "forward",
     "attention_backward_key_value": "key_value",
     "attention_backward_two_keys": "key_value",
     "attention_backward_query": "query",
@@ -72,9 +74,12 @@ def compiled(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any],
             if argument % 16 == 0 and name not in kernel.do_not_specialize:
                 attributes[(position,)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = f"tensordesc<{TYPES[argument.base.dtype]}[{','.join(map(str, argument.block_shape))}]>"
+            shape = ",".join(map(str, argument.block_shape))
+            layout = f",{launch.with_layout(argument).layout!r}" if kernel.is_gluon() else ""
+            signature[name] = f"tensordesc<{TYPES[argument.base.dtype]}[{shape}]{layout}>"
     signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(kernel, {name: signature[name] for name in kernel.arg_names}, values, attributes)
+    language = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = language(kernel, {name: signature[name] for name in kernel.arg_names}, values, attributes)
     settings = {name: value for name, value in tile.settings().items() if value is not None}
     return triton.compile(source, target=TARGET, options=settings)
 
@@ -115,14 +120,15 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--listing", choices=sorted(set(NAMES.values())), help="print the loop of one kernel as well")
     arguments = parser.parse_args()
-    vars(tuning)["_architecture"] = lambda index: "sm90"
+    vars(tuning).update(_architecture=lambda index: "sm90", multiprocessors=lambda index: 132)
     for preset in arguments.preset or ["smgk"]:
         for head_dim in arguments.head_dim or [64]:
             shape = Shape(batch=2, heads=2, tokens=256, head_dim=head_dim, is_causal=arguments.causal)
             for kernel, given, constants, tile in started(preset, shape, arguments.dropout):
                 instructions, registers = disassembled(compiled(kernel, given, constants, tile).asm["cubin"])
                 loop = hot_loop(instructions)
-                pairs = constants["BLOCK_I"] * constants["BLOCK_J"] / (32 * tile.warps)
+                # Where warps have roles, two groups of them multiply.
+                pairs = tile.rows * tile.columns / (32 * tile.warps * (1 + tile.roles))
                 spills = sum("STL" in line or "LDL" in line for line in loop)
                 waits = sum("WARPGROUP.DEPBAR" in line for line in loop)
                 products = sum("HGMMA" in line for line in loop)

@@ -56,7 +56,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
     terminalreporter.write_sep("-", "compiled versions")
     for kernel, count in kernels.most_common():
         terminalreporter.write_line(f"{count:5} {kernel}")
-    uses = {case: {each for each in found if each.startswith(SUBJECT + " ")} for case, found in _versions.items()}
+    uses = {case: {each for each in found if each.startswith(SUBJECT)} for case, found in _versions.items()}
     uses = {case: found for case, found in uses.items() if found}
     busiest = {
         version for version, _ in Counter(each for found in uses.values() for each in found).most_common(BUSIEST)

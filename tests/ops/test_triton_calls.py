@@ -23,6 +23,7 @@ def started(monkeypatch):
         pytest.skip("TRITON_INTERPRET=1: they would run")
     names = []
     monkeypatch.setattr(tuning, "_architecture", lambda index: "sm90")
+    monkeypatch.setattr(tuning, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(launch, "_start", lambda kernel, *args: names.append(kernel.fn.__name__))
     monkeypatch.setattr("mgk.ops.triton.unsupported", lambda problem: None)
     monkeypatch.setattr("mgk.ops.attention._HAS_TRITON", True)
@@ -32,7 +33,7 @@ def started(monkeypatch):
 
 
 def attend(**options):
-    inputs = make_inputs(dtype=HALF, device="cpu", queries=70, dim=32, **options)
+    inputs = make_inputs(**{"dtype": HALF, "device": "cpu", "queries": 70, "dim": 32, **options})
     for name in ("query", "key", "value"):
         inputs[name].requires_grad_()
     return mgk.mixture_attention(**inputs, backend="triton")
@@ -56,6 +57,50 @@ def test_training(options, backward, started):
     started.clear()
     out.sum().backward()
     assert started == ["attention_delta", *backward, "parameter_gradients"]
+
+
+ONE, TWO, PAIR = {"kind": "projected", "components": 1}, {"kind": "projected"}, {"kind": "shifted"}
+SOFTMAX = {**ONE, "similarity": "dot", "prior": None}
+LONG_MASK = torch.arange(128).expand(2, -1) < 100
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        PAIR, {**PAIR, "assignment": "hard"}, ONE, SOFTMAX, {**SOFTMAX, "dtype": torch.float16},
+        {**PAIR, "is_causal": True}, {**PAIR, "dim": 72, "value_dim": 96}, {**PAIR, "kv_heads": 1},
+        {**PAIR, "is_causal": True, "queries": 60}, {**ONE, "keys": 81},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wide_heads_have_warps_with_roles(options, started):
+    attend(**{"dim": 128, "queries": 128, **options})
+    assert "attention_forward_wide" in started
+    assert "attention_forward" not in started
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        TWO, {**TWO, "components": 3}, {**PAIR, "components": 3}, {**PAIR, "variance": "component"},
+        {**PAIR, "dtype": torch.float16}, {**ONE, "dtype": torch.float16}, {**PAIR, "dtype": torch.float32},
+        {**PAIR, "dim": 64}, {**PAIR, "value_dim": 64}, {**PAIR, "dim": 136, "value_dim": 136},
+        {**PAIR, "dropout_p": 0.1}, {**PAIR, "key_mask": LONG_MASK}, {**PAIR, "query_mask": LONG_MASK},
+        {**PAIR, "attn_mask": torch.ones(128, 128, dtype=torch.bool)}, {**SOFTMAX, "keys": 81},
+        {**PAIR, "similarity": "dot", "prior": "position"}, {**PAIR, "is_causal": True, "keys": 100},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_they_cannot_do_is_done_as_ever(options, started):
+    attend(**{"dim": 128, "queries": 128, **options})
+    assert "attention_forward" in started
+    assert "attention_forward_wide" not in started
+
+
+def test_a_triton_that_we_have_not_seen_gets_no_roles(started, monkeypatch):
+    monkeypatch.setattr(tuning, "HAS_ROLES", False)
+    attend(**PAIR, dim=128, queries=128)
+    assert started == FORWARD
 
 
 def test_dropout_draws_random_numbers(started):

@@ -8,6 +8,7 @@ language, and a few are compiled to the end.
 import itertools
 import re
 import subprocess
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -23,6 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import ir, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from mgk.ops.triton import call as prepared
@@ -62,6 +64,7 @@ def started(monkeypatch):
         pytest.skip("TRITON_INTERPRET=1: nothing is compiled")
     record = []
     monkeypatch.setattr(tuning, "_architecture", lambda index: "sm90")
+    monkeypatch.setattr(tuning, "multiprocessors", lambda index: 132)
     monkeypatch.setattr(
         launch,
         "_start",
@@ -75,7 +78,7 @@ def call(configuration):
     names = ("components", "kind", "variance", "assignment", "similarity", "prior", "dtype", "is_causal")
     chosen = {name: configuration[name] for name in names if name in configuration}
     inputs = make_inputs(
-        batch=2, heads=4, kv_heads=2, queries=70, keys=81, dim=configuration["width"],
+        batch=2, heads=4, kv_heads=2, queries=70, keys=configuration.get("keys", 81), dim=configuration["width"],
         value_dim=configuration["value_width"], device="cpu", **chosen,
     )  # fmt: skip
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
@@ -135,8 +138,9 @@ def source_of(kernel, arguments, constants):
             signature[name] = "i32" if -(2**31) <= argument < 2**31 else "i64"
         else:
             shape = ",".join(map(str, argument.block_shape))
-            signature[name] = f"tensordesc<{TYPES[argument.base.dtype]}[{shape}]>"
-    return ASTSource(kernel, signature, values)
+            layout = f",{launch.with_layout(argument).layout!r}" if kernel.is_gluon() else ""
+            signature[name] = f"tensordesc<{TYPES[argument.base.dtype]}[{shape}]{layout}>"
+    return (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, values)
 
 
 def translate(kernel, arguments, constants, tile):
@@ -217,9 +221,9 @@ def test_the_pool_of_the_tests_is_small(started):
     versions = set()
     for configuration in POOL:
         call(configuration)
-        (forward,) = [each for each in started if each[0].__name__ == "attention_forward"]
-        _, arguments, constants, tile = forward
-        versions.add((arguments[0].base.dtype, constants, tile[2:]))
+        (forward,) = [each for each in started if each[0].__name__.startswith("attention_forward")]
+        kernel, arguments, constants, tile = forward
+        versions.add((kernel.__name__, arguments[0].base.dtype, constants, tile[2:]))
         started.clear()
     assert len(versions) == len(POOL) <= 51
 
@@ -269,6 +273,57 @@ def test_products_do_not_wait_for_each_other(preset, width, is_causal, started):
             said = subprocess.run(arguments, input=text, capture_output=True, text=True, check=True).stderr
             assert "registers" in said
             assert "serialized" not in said, each[0].__name__
+
+
+ROLES = [
+    pytest.param(preset, is_causal, marks=[pytest.mark.slow] * (not is_causal))
+    for preset in (PRESETS[:2] + PRESETS[4:])
+    for is_causal in (True, False)
+]
+
+
+@pytest.mark.parametrize(("preset", "is_causal"), ROLES, ids=str)
+def test_warps_have_roles_with_wide_heads(preset, is_causal, started):
+    """One copies, eight multiply, and what the latter hold in registers stays there from block to block."""
+    # Dot products have no columns where blocks of keys are whole.
+    call({**in_half_precision(preset, 128), "is_causal": is_causal, "prior": None, "keys": 128})
+    (forward,) = [each for each in started if each[0].__name__ == "attention_forward_wide"]
+    found = compiled(*forward)
+    assert found.metadata.shared <= 227 * 1024
+    assert found.metadata.num_warps == 12
+    loops = loops_of(found.asm["cubin"])
+    assert len(loops) == (4 if is_causal else 2)
+    for loop in loops:
+        assert not any("STL" in line or "LDL" in line for line in loop)
+        assert sum("HGMMA" in line for line in loop) == 16
+        assert sum("WARPGROUP.DEPBAR" in line for line in loop) == 2
+
+
+def loops_of(cubin):
+    """Loops with products that have no other in them: their instructions."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    lines = [(int(at, 16), line) for at, line in re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", text, re.MULTILINE)]
+    spans = set()
+    for at, line in lines:
+        target = re.search(r"\bBRA\b.*\s0x([0-9a-f]+)", line)
+        if target and int(target[1], 16) < at:
+            spans.add((int(target[1], 16), at))
+    bodies = [[line for at, line in lines if first <= at <= last] for first, last in sorted(spans)]
+    # Whoever waits in vain is sent behind the end of the program, and back from there.
+    bodies = [
+        (span, body)
+        for span, body in zip(sorted(spans), bodies, strict=True)
+        if "HGMMA" in " ".join(body) and "EXIT" not in " ".join(body)
+    ]
+    return [
+        body
+        for span, body in bodies
+        if not any(other != span and span[0] <= other[0] and other[1] <= span[1] for other, _ in bodies)
+    ]
 
 
 @pytest.mark.slow

@@ -48,6 +48,7 @@ def log(monkeypatch):
     monkeypatch.setattr(replay, "_recordings", {})
     monkeypatch.setattr(replay, "is_possible", lambda device: True)
     monkeypatch.setattr(tuning, "_architecture", lambda index: "sm90")
+    monkeypatch.setattr(tuning, "multiprocessors", lambda index: 132)
     return noted
 
 
@@ -171,18 +172,18 @@ def held(monkeypatch):
 
 
 @every_kind
-@pytest.mark.parametrize("beside", list(OTHERS))
-def test_replayed_is_anew(kind, beside, log, held):
-    """Forward and backward, on other tensors than those that were recorded."""
-    first, options = make(kind)
+@pytest.mark.parametrize(("beside", "dim"), [*((beside, 32) for beside in OTHERS), ("nothing", 128)])
+def test_replayed_is_anew(kind, beside, dim, log, held):
+    """Forward and backward, on other tensors than those that were recorded. Wide heads have descriptors of terms."""
+    first, options = make(kind, dim=dim)
     options = (*options[:4], 0.1 if "dropout" in beside else 0.0)
-    grad = torch.randn(2, 4, 70, 32).to(torch.bfloat16)
+    grad = torch.randn(2, 4, 70, dim).to(torch.bfloat16)
     others = OTHERS[beside]()
     backward(forward(first, options, others=others), first, options, grad, others=others)
     assert [recording is not None for recording in replay._recordings.values()] == [True, True]
 
-    second, _ = make(kind)
-    grad = torch.randn(2, 4, 70, 32).to(torch.bfloat16)
+    second, _ = make(kind, dim=dim)
+    grad = torch.randn(2, 4, 70, dim).to(torch.bfloat16)
     others = OTHERS[beside]()
     given = [tensor for tensor in (*second, *others) if tensor is not None]
     inputs = named((*second, *others), (*INPUTS, *BESIDE))

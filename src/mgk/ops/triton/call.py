@@ -252,8 +252,22 @@ class Call(TermsLayout):
             kind = f"hard {kind}"
         return tuning.Kernel(
             name, width, self.dtype.itemsize, kind, bool(self.options["CAUSAL"]), self.attn_mask is not None,
-            self.has_level,
+            self.has_level, self.is_plain,
         )  # fmt: skip
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether warps with roles can do the forward pass: they know no masks, no dropout, no queries before the first
+        key, one width for keys and values, and no bias but the level's columns."""
+        asked = ("HAS_MASK", "HAS_RANGE", "PACKED", "DROPOUT")
+        has_no_bias = not self.has_row and not self.has_column
+        return (
+            self.value is not None
+            and block_width(self.width) == block_width(self.value.shape[-1])
+            and not any(self.options[name] for name in asked)
+            and not (self.options["CAUSAL"] and self.keys < self.queries)
+            and (self.has_level or (self.components == 1 and self.scales is None and has_no_bias))
+        )
 
     def run(self, name: str, run: Any) -> None:
         """Run a kernel with the tile of the table, or of a trial if one is asked for."""

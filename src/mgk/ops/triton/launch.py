@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mgk.ops.triton.tuning import Tile, is_interpreted
+from mgk.ops.triton.tuning import HAS_ROLES, Tile, is_interpreted
 
 hooks = triton.knobs.runtime
 # How a compiled version is started is no public matter: with a Triton that we have not seen, Triton starts it.
@@ -127,7 +127,24 @@ def _start(
 def _compile_and_start(
     kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], tile: Tile
 ) -> Any:
+    if HAS_ROLES and kernel.is_gluon():
+        arguments = tuple([with_layout(each) if type(each) is TensorDescriptor else each for each in arguments])
     return kernel[(programs,)](*arguments, *constants, **tile.settings())
+
+
+def with_layout(descriptor: TensorDescriptor) -> Any:
+    """A descriptor as Gluon compiles for it: it says how blocks lie in shared memory. (To start what is compiled, any
+    descriptor will do.)"""
+    from triton.experimental.gluon import language
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    # Of the type only the size counts.
+    number = {2: language.float16, 4: language.float32}[descriptor.base.element_size()]
+    block_shape = list(descriptor.block_shape)
+    layout = language.NVMMASharedLayout.get_default_for(block_shape, number)
+    return GluonDescriptor(
+        descriptor.base, list(descriptor.shape), list(descriptor.strides), block_shape, layout, descriptor.padding
+    )
 
 
 def _is_set(hook: Any) -> bool:

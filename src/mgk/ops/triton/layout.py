@@ -52,10 +52,20 @@ def descriptor(tensor: Tensor, rows: int, heads: int = 1) -> TensorDescriptor:
     """Blocks of ``rows`` tokens of one head, or of neighbouring ones, of ``[B, H, N, D]`` or ``[B, H, M, N, D]``."""
     shape = tuple(tensor.shape)
     strides = _strides_for_copies(shape, tensor.stride(), tensor.element_size())
+    return _descriptor(tensor, shape, strides, (1,) * (len(shape) - 3) + (heads, rows, block_width(shape[-1])))
+
+
+def terms_descriptor(terms: Tensor | None, length: int, count: int) -> TensorDescriptor | None:
+    """Blocks of ``count`` terms, of which ``length`` make a row."""
+    return None if terms is None else _descriptor(terms, (terms.numel() // length, length), (length, 1), (1, count))
+
+
+def _descriptor(
+    base: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block_shape: tuple[int, ...]
+) -> TensorDescriptor:
     # What the constructor would check again and again holds: `aligned` has seen to it.
     made: TensorDescriptor = object.__new__(TensorDescriptor)
-    made.base, made.shape, made.strides, made.padding = tensor, shape, strides, "zero"
-    made.block_shape = (1,) * (len(shape) - 3) + (heads, rows, block_width(shape[-1]))
+    made.base, made.shape, made.strides, made.padding, made.block_shape = base, shape, strides, "zero", block_shape
     return made
 
 

@@ -17,6 +17,7 @@ from mgk.ops.triton.layout import (
     count_blocks,
     descriptor,
     on_device,
+    terms_descriptor,
 )
 
 # Numbers that a program adds to its sums at a time.
@@ -79,6 +80,9 @@ def forward_pass(
         scalars = (call.scale, call.threshold, 1.0 / call.keep_probability)
 
         def run(tile: tuning.Tile) -> None:
+            if tile.roles:
+                _forward_with_roles(call, values, out, normaliser, tile, widths)
+                return
             # Rows are made up to the end of the padding, which backward reads.
             blocks = count_blocks(call.padded_queries if call.paired else call.queries, tile.rows)
             launch(
@@ -115,6 +119,34 @@ def forward_pass(
             tile,
         )  # fmt: skip
     return out if out.shape[-1] == value.shape[-1] else out[..., : value.shape[-1]].clone(), normaliser, call.terms
+
+
+def _forward_with_roles(
+    call: Call, values: Tensor, out: Tensor, normaliser: Tensor, tile: tuning.Tile, widths: dict[str, int]
+) -> None:
+    from mgk.ops.triton.wide_forward import GROUP_ROWS, attention_forward_wide
+
+    other = call.column if call.hard else call.rho
+    blocks = count_blocks(call.queries, tile.rows)
+    rows = call.batch * call.heads
+    section = tuning.heads_in_section(call.keys, sum(widths.values()) * call.dtype.itemsize)
+    launch(
+        attention_forward_wide,
+        min(blocks * rows, tuning.multiprocessors(call.device.index or 0)),
+        (
+            descriptor(call.query, GROUP_ROWS.value), descriptor(call.key, tile.columns),
+            descriptor(values, tile.columns), descriptor(out, GROUP_ROWS.value),
+            terms_descriptor(call.column, call.padded_keys, tile.columns),
+            terms_descriptor(other, call.padded_keys, tile.columns) if call.paired else None, call.row, call.column,
+            call.alpha, other if call.paired else None, call.wide, call.level, call.shift, call.origin, normaliser,
+            call.scale, call.heads, call.heads // call.kv_heads, call.queries, call.keys, call.padded_queries,
+            call.padded_keys, blocks * rows, rows, blocks, section, call.width, *call.limits[:4],
+        ),
+        {**widths, "PAIRED": call.paired, "HARD": call.hard and call.paired, "HAS_ORIGIN": call.origin is not None,
+        "HAS_LEVEL": call.has_level, "CAUSAL": call.options["CAUSAL"], "TURNS": tile.turns, "STAGES": tile.stages,
+        "BLOCK_J": tile.columns},
+        tile,
+    )  # fmt: skip
 
 
 def backward_pass(

@@ -41,8 +41,8 @@ class _Step(NamedTuple):
     """With the constants; what stands for an address is replaced."""
     addresses: list[tuple[int, int, int]]
     """Position, tensor, and bytes from its beginning."""
-    descriptors: list[tuple[int, int, TensorDescriptor]]
-    """Position, tensor, and one like it."""
+    descriptors: list[tuple[int, int, int, TensorDescriptor]]
+    """Position, tensor, how many of its numbers come before, and one like it."""
 
 
 class Recording:
@@ -77,7 +77,7 @@ class Recording:
         written = {number for number, tensor in zip(numbers, outputs, strict=True) if tensor.numel()}
         self._outputs = len(outputs)
         self._steps = [self._write_down(start) for start in starts]
-        used = {number for step in self._steps for _, number, _ in (*step.addresses, *step.descriptors)}
+        used = {number for step in self._steps for _, number, *_ in (*step.addresses, *step.descriptors)}
         if not written <= used:
             raise NotRecordable("an output that no kernel has written")
         self._zeroed = None if zeroed is None else (self._count + zeroed[0], zeroed[1], zeroed[2])
@@ -120,9 +120,11 @@ class Recording:
             elif isinstance(argument, TensorDescriptor):
                 arguments[position] = None
                 number, offset = self._find(argument.base)
-                if offset:
+                # Only what is flat has parts that begin at a number.
+                if offset and argument.base.ndim > 1:
                     raise NotRecordable("a descriptor of a part of a buffer")
-                descriptors.append((position, number, _descriptor_like(argument, None)))
+                first = offset // argument.base.element_size()
+                descriptors.append((position, number, first, _descriptor_like(argument, None)))
         return _Step(start.compiled, start.programs, arguments, addresses, descriptors)
 
     def replay(self, inputs: Sequence[Tensor | None], device: torch.device) -> Outputs:
@@ -139,8 +141,9 @@ class Recording:
             arguments = step.arguments.copy()
             for position, number, offset in step.addresses:
                 arguments[position] = addresses[number] + offset
-            for position, number, like in step.descriptors:
-                arguments[position] = _descriptor_like(like, tensors[number])
+            for position, number, first, like in step.descriptors:
+                base: Any = tensors[number]
+                arguments[position] = _descriptor_like(like, base[first:] if first else base)
             run(step.compiled, step.programs, arguments, stream)
         return tuple(tensors[self._count : self._count + self._outputs])  # type: ignore[arg-type]
 

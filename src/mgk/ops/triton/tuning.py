@@ -30,6 +30,10 @@ class Tile(NamedTuple):
     """forward: weights times values are done before the next block begins; takes fewer registers"""
     direct: bool = False
     """forward: terms of columns go from memory to registers, not by way of shared memory; on Hopper only"""
+    roles: bool = False
+    """forward: some warps copy, others multiply (:mod:`mgk.ops.triton.wide_forward`); on Hopper only"""
+    turns: bool = False
+    """with roles: those who multiply do it in turn"""
 
     def settings(self) -> dict[str, int | None]:
         """What Triton calls them."""
@@ -53,6 +57,8 @@ class Kernel(NamedTuple):
     """an attention mask, read pair by pair"""
     has_level: bool
     """columns hold the level of the logits, so that forward need not look for one"""
+    is_plain: bool
+    """forward: warps with roles can do it"""
 
 
 INTERPRETED = Tile(16, 16, 4, 1)
@@ -90,6 +96,16 @@ HOPPER: dict[tuple[str, str], tuple[Tile, Tile, Tile]] = {
     ("query", "many"): (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
 }  # fmt: skip
 
+# Of forward kernels whose warps have roles, for the width of 128. Narrower heads leave registers for more programs,
+# which do better; two projected keys are faster without, too.
+WITH_ROLES = {
+    "one": Tile(128, 128, 4, 2, roles=True),
+    "pair": Tile(128, 128, 4, 2, roles=True, turns=True),
+    "hard pair": Tile(128, 128, 4, 2, roles=True),
+}
+# What of the keys and values of a section of heads stays in the L2 cache while it is worked on.
+SECTION_BYTES = 2**25
+
 CANDIDATES = [
     Tile(rows, columns, warps, stages)
     for rows, columns in ((64, 128), (128, 64), (64, 64), (128, 128), (32, 64), (64, 32))
@@ -103,6 +119,8 @@ _tuned: dict[tuple[Kernel, str], Tile] = {}
 
 # Read once, as Triton does when it meets a kernel; a compiler could not trace the question.
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
+# Gluon, in which they are written, is an experiment of Triton's and changes with each version.
+HAS_ROLES = triton.__version__.split(".")[:2] == ["3", "6"]
 
 
 def is_interpreted() -> bool:
@@ -115,9 +133,7 @@ def choose_tile(kernel: Kernel, device: torch.device) -> Tile:
     if is_interpreted():
         return INTERPRETED
     architecture = _architecture(device.index or 0)
-    tile = _tuned.get((kernel, architecture)) or _from_table(kernel)
-    # Elsewhere the matrix units leave products in other places.
-    return tile if architecture == "sm90" else tile._replace(direct=False)
+    return _tuned.get((kernel, architecture)) or _from_table(kernel, architecture)
 
 
 def starts_from_bias(width: int, element_size: int) -> bool:
@@ -170,9 +186,9 @@ def tune(kernel: Kernel, device: torch.device, launch: Callable[[Tile], object])
     key = (kernel, _architecture(device.index or 0))
     if key in _tuned or torch.cuda.is_current_stream_capturing():
         return
-    _tuned[key] = _from_table(kernel)
+    _tuned[key] = _from_table(*key)
     times: dict[Tile, float] = {}
-    for tile in dict.fromkeys([_from_table(kernel), *CANDIDATES]):
+    for tile in dict.fromkeys([_from_table(*key), *CANDIDATES]):
         try:
             times[tile] = triton.testing.do_bench(functools.partial(launch, tile), warmup=5, rep=20)
         except triton.runtime.errors.OutOfResources:
@@ -181,7 +197,28 @@ def tune(kernel: Kernel, device: torch.device, launch: Callable[[Tile], object])
         _tuned[key] = min(times, key=times.__getitem__)
 
 
-def _from_table(kernel: Kernel) -> Tile:
+def heads_in_section(keys: int, width: int) -> int:
+    """``width``: bytes of a key and its value together."""
+    return max(1, SECTION_BYTES // (keys * width))
+
+
+@functools.cache
+def multiprocessors(index: int) -> int:
+    """Of a GPU: as many programs of warps with roles run at a time."""
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def _from_table(kernel: Kernel, architecture: str) -> Tile:
+    if architecture != "sm90":
+        # Elsewhere the matrix units leave products in other places.
+        return _without_roles(kernel)._replace(direct=False)
+    is_wide = kernel.name == "forward" and kernel.width == 128 and kernel.element_size == 2
+    if HAS_ROLES and is_wide and kernel.is_plain and kernel.kind in WITH_ROLES:
+        return WITH_ROLES[kernel.kind]
+    return _without_roles(kernel)
+
+
+def _without_roles(kernel: Kernel) -> Tile:
     # Room first: fp32 products take no tensor cores; wide heads and masks fill registers and shared memory.
     if kernel.element_size == 4 or kernel.width > 128:
         return Tile(32, 32, 4, 1 if kernel.width > 64 else 2)

@@ -1,0 +1,148 @@
+"""Wide heads on Hopper, where warps of the forward kernel have roles: against fp64, and against the usual kernel.
+
+Gluon has no interpreter: what these tests see, only a GPU can show. `tests/ops/test_triton_calls.py` has which calls
+are served so, `tests/ops/test_triton_compilation.py` compiles them.
+"""
+
+import pytest
+import torch
+from triton_cases import (
+    BFLOAT16,
+    FLOAT16,
+    HALF,
+    INTERPRETED,
+    attend,
+    check,
+    error_of,
+    exactly,
+    gradients_of,
+    make_inputs,
+    random_grad,
+)  # fmt: skip
+
+import mgk
+
+if not INTERPRETED:
+    from mgk.ops.triton import replay, tuning
+    from mgk.ops.triton import wide_forward as wide
+
+pytestmark = pytest.mark.gpu
+
+PAIR = {"kind": "shifted", "dtype": HALF}
+ONE = {"components": 1, "prior": None, "dtype": HALF}
+KINDS = {
+    "pair": PAIR,
+    "causal pair": {**PAIR, "is_causal": True},
+    "hard causal pair": {**PAIR, "is_causal": True, "assignment": "hard"},
+    "causal gaussian": {**ONE, "is_causal": True},
+    "causal softmax": {**ONE, "similarity": "dot", "is_causal": True},
+    "softmax in fp16": {**ONE, "similarity": "dot", "dtype": FLOAT16},
+}
+every_kind = pytest.mark.parametrize("kind", list(KINDS))
+# (Nq, Nk), with a program to a tile: on both sides of a warp group, a tile and a block of keys.
+LENGTHS = ((1, 1), (1, 65), (63, 129), (64, 64), (65, 127), (127, 128), (128, 1023), (129, 257), (300, 311), (257, 640))
+# More tiles than a GPU has multiprocessors, with rows of very different lengths under causality.
+MANY = {"batch": 3, "heads": 8, "kv_heads": 4, "queries": 1000, "keys": 1024, "dim": 128}
+
+
+@pytest.fixture(autouse=True)
+def _on_hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0) or not tuning.HAS_ROLES:
+        pytest.skip("warps have roles on Hopper GPUs, with the version of Triton that they were written for")
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The kernels that were started; a call that is replayed starts none."""
+    from mgk.ops.triton import launch
+
+    replay._recordings.clear()
+    names, start = [], launch._start
+
+    def note(kernel, *rest):
+        names.append(kernel)
+        start(kernel, *rest)
+
+    monkeypatch.setattr(launch, "_start", note)
+    return names
+
+
+def without_roles(function):
+    """What the usual kernel makes of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "HAS_ROLES", False)
+        replay._recordings.clear()
+        result = function()
+        replay._recordings.clear()
+    return result
+
+
+def lengths_of(kind, queries, keys):
+    """Dot products are served so in whole blocks of keys."""
+    return {"queries": queries, "keys": -(-keys // 128) * 128 if "softmax" in kind else keys}
+
+
+@every_kind
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("dim", [128, 72])
+def test_output_and_gradients(kind, lengths, dim, device, started):
+    check(
+        make_inputs(
+            **KINDS[kind],
+            **lengths_of(kind, *lengths),
+            dim=dim,
+            value_dim=200 - dim,
+            heads=4,
+            kv_heads=2,
+            device=device,
+        )
+    )
+    assert wide.attention_forward_wide in started
+
+
+@every_kind
+def test_many_tiles_for_a_program(kind, device, started):
+    """Against fp64 and the usual kernel, the normaliser too."""
+    inputs = make_inputs(**KINDS[kind], **MANY, device=device)
+    out = attend(inputs)
+    assert wide.attention_forward_wide in started
+    usual = without_roles(lambda: attend(inputs))
+    expected = mgk.mixture_attention(**exactly(inputs), backend="reference")
+    cap = 1e-3 if inputs["query"].dtype == FLOAT16 else 4e-3
+    assert error_of(out, expected) <= cap
+    assert error_of(out, usual.double()) <= 1e-3
+
+
+@every_kind
+def test_the_same_bits_two_hundred_times(kind, device):
+    """G9: a copy that comes too early or too late would show."""
+    inputs = make_inputs(**KINDS[kind], **MANY, device=device)
+    grad = random_grad(inputs)
+    out, gradients = gradients_of(inputs, grad)
+    differing = torch.zeros((), dtype=torch.bool, device=device)
+    for _ in range(200):
+        differing |= (attend(inputs) != out).any()
+    again, again_gradients = gradients_of(inputs, grad)
+    differing |= (again != out).any()
+    for name, gradient in gradients.items():
+        differing |= (again_gradients[name] != gradient).any()
+    assert not differing
+
+
+@pytest.mark.parametrize("kind", ["pair", "causal pair", "causal gaussian", "causal softmax"])
+@pytest.mark.parametrize("scale", [4.0, 12.0])
+def test_rows_that_leave_the_format_are_repaired(kind, scale, device):
+    """Ratios beyond 2^40, sums beyond 2^60: as exact as the usual kernel, whose rows are repaired as well."""
+    inputs = make_inputs(**KINDS[kind], queries=300, keys=384, dim=128, scale=scale, device=device)
+    expected = mgk.mixture_attention(**exactly(inputs), backend="reference")
+    error = error_of(attend(inputs), expected)
+    assert error <= 1.2 * error_of(without_roles(lambda: attend(inputs)), expected) + 1e-3
+
+
+def test_one_long_sequence(device):
+    """Few heads, of which each is a section of its own."""
+    inputs = make_inputs(**KINDS["causal pair"], batch=1, heads=2, queries=65536, dim=128, device=device)
+    out = attend(inputs)
+    usual = without_roles(lambda: attend(inputs))
+    assert out.dtype == BFLOAT16
+    assert error_of(out, usual.double()) <= 1e-3
