@@ -126,6 +126,8 @@ def _forward_with_roles(
 ) -> None:
     from mgk.ops.triton.wide_forward import GROUP_ROWS, attention_forward_wide
 
+    assert call.is_plain
+    assert not call.joined
     other = call.column if call.hard else call.rho
     blocks = count_blocks(call.queries, tile.rows)
     rows = call.batch * call.heads

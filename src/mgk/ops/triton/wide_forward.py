@@ -303,18 +303,18 @@ def _attend_block(
         s_own_query, s_key.index(stage).reshape([BLOCK_J, D]).permute([1, 0]), b_zero, use_acc=False, is_async=True
     )
     mbarrier.wait(s_value_full.index(last), ((num_read - 1) // STAGES) & 1)
-    # Long before they are needed: the product runs, and after an arrival all would wait for each other to read.
+    b_out = warpgroup_mma(b_weight, s_value.index(last).reshape([BLOCK_J, DV]), b_out, is_async=True)
+    if TURNS:
+        mbarrier.arrive(s_turn.index(1 - GROUP), count=1)
+    b_product = warpgroup_mma_wait(1, deps=[b_product])
+    mbarrier.arrive(s_key_empty.index(stage), count=1)
+    # Not before: while they wait for the product, pairs need the registers, and are slower if they have read already.
     b_column = b_zero
     b_other = b_zero
     if HAS_LEVEL:
         b_column = _terms(s_column.index(last).reshape([BLOCK_J]).load(_terms_layout(BLOCK_J)), pairs)
     if PAIRED:
         b_other = _terms(s_other.index(last).reshape([BLOCK_J]).load(_terms_layout(BLOCK_J)), pairs)
-    b_out = warpgroup_mma(b_weight, s_value.index(last).reshape([BLOCK_J, DV]), b_out, is_async=True)
-    if TURNS:
-        mbarrier.arrive(s_turn.index(1 - GROUP), count=1)
-    b_product = warpgroup_mma_wait(1, deps=[b_product])
-    mbarrier.arrive(s_key_empty.index(stage), count=1)
     b_new_weight = _weights(
         b_product, b_column, b_other, b_factor, b_reference, o_i, o_j, scale, causal_offset,
         PAIRED, HARD, HAS_LEVEL, MASKED, BLOCK_J, pairs,
