@@ -74,6 +74,8 @@ LONG_MASK = torch.arange(128).expand(2, -1) < 100
     ids=str,
 )  # fmt: skip
 def test_wide_heads_have_warps_with_roles(options, started):
+    if not tuning.HAS_ROLES:
+        pytest.skip("roles are written for another version of Triton")
     attend(**{"dim": 128, "queries": 128, **options})
     assert "attention_forward_wide" in started
     assert "attention_forward" not in started

@@ -285,6 +285,8 @@ ROLES = [
 @pytest.mark.parametrize(("preset", "is_causal"), ROLES, ids=str)
 def test_warps_have_roles_with_wide_heads(preset, is_causal, started):
     """One copies, eight multiply, and what the latter hold in registers stays there from block to block."""
+    if not tuning.HAS_ROLES:
+        pytest.skip("roles are written for another version of Triton")
     # Dot products have no columns where blocks of keys are whole.
     call({**in_half_precision(preset, 128), "is_causal": is_causal, "prior": None, "keys": 128})
     (forward,) = [each for each in started if each[0].__name__ == "attention_forward_wide"]

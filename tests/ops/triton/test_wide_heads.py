@@ -23,8 +23,7 @@ from triton_cases import (
 import mgk
 
 if not INTERPRETED:
-    from mgk.ops.triton import replay, tuning
-    from mgk.ops.triton import wide_forward as wide
+    from mgk.ops.triton import launch, replay, tuning
 
 pytestmark = pytest.mark.gpu
 
@@ -53,14 +52,12 @@ def _on_hopper() -> None:
 
 @pytest.fixture
 def started(monkeypatch):
-    """The kernels that were started; a call that is replayed starts none."""
-    from mgk.ops.triton import launch
-
+    """Names of the kernels that were started; a call that is replayed starts none."""
     replay._recordings.clear()
     names, start = [], launch._start
 
     def note(kernel, *rest):
-        names.append(kernel)
+        names.append(kernel.__name__)
         start(kernel, *rest)
 
     monkeypatch.setattr(launch, "_start", note)
@@ -97,15 +94,27 @@ def test_output_and_gradients(kind, lengths, dim, device, started):
             device=device,
         )
     )
-    assert wide.attention_forward_wide in started
+    assert "attention_forward_wide" in started
 
 
 @every_kind
-def test_many_tiles_for_a_program(kind, device, started):
-    """As exact as the usual kernel."""
-    inputs = make_inputs(**KINDS[kind], **MANY, device=device)
+@pytest.mark.parametrize("heads_in_section", [1, 5, 64])
+def test_many_tiles_for_a_program(kind, heads_in_section, device, started, monkeypatch):
+    """As exact as the usual kernel: sections of one head, a short last section, a single one."""
+    monkeypatch.setattr(tuning, "heads_in_section", lambda keys, width: heads_in_section)
+    compare_with_usual(make_inputs(**KINDS[kind], **MANY, device=device))
+    assert "attention_forward_wide" in started
+
+
+@every_kind
+def test_many_tiles_of_one_block(kind, device, started):
+    """Four for a program: the first block of a tile is the last one as well."""
+    compare_with_usual(make_inputs(**KINDS[kind], batch=64, heads=8, queries=128, dim=128, device=device))
+    assert "attention_forward_wide" in started
+
+
+def compare_with_usual(inputs):
     out = attend(inputs)
-    assert wide.attention_forward_wide in started
     usual = without_roles(lambda: attend(inputs))
     expected = mgk.mixture_attention(**exactly(inputs), backend="reference")
     error = error_of(out, expected)
@@ -139,10 +148,11 @@ def test_rows_that_leave_the_format_are_repaired(kind, scale, device):
     assert error <= 1.2 * error_of(without_roles(lambda: attend(inputs)), expected) + 1e-3
 
 
-def test_one_long_sequence(device):
-    """Few heads, of which each is a section of its own."""
+def test_one_long_sequence(device, started):
+    """Few heads, of which each is a section of its own; many tiles for a program."""
     inputs = make_inputs(**KINDS["causal pair"], batch=1, heads=2, queries=65536, dim=128, device=device)
     out = attend(inputs)
+    assert "attention_forward_wide" in started
     usual = without_roles(lambda: attend(inputs))
     # Weights of distances are rounded alike by both.
     assert error_of(out, usual.double()) <= 1e-3

@@ -263,6 +263,7 @@ class Call(TermsLayout):
         has_no_bias = not self.has_row and not self.has_column
         return (
             self.value is not None
+            and self.keys > 0
             and block_width(self.width) == block_width(self.value.shape[-1])
             and not any(self.options[name] for name in asked)
             and not (self.options["CAUSAL"] and self.keys < self.queries)

@@ -124,10 +124,12 @@ def forward_pass(
 def _forward_with_roles(
     call: Call, values: Tensor, out: Tensor, normaliser: Tensor, tile: tuning.Tile, widths: dict[str, int]
 ) -> None:
-    from mgk.ops.triton.wide_forward import GROUP_ROWS, attention_forward_wide
+    from mgk.ops.triton.wide_forward import GROUP_ROWS, TILE_ROWS, attention_forward_wide
 
     assert call.is_plain
     assert not call.joined
+    assert (tile.rows, tile.warps) == (TILE_ROWS.value, 4)
+    assert call.padding % tile.columns == 0, "blocks of terms are whole"
     other = call.column if call.hard else call.rho
     blocks = count_blocks(call.queries, tile.rows)
     rows = call.batch * call.heads

@@ -121,7 +121,8 @@ class Recording:
                 arguments[position] = None
                 number, offset = self._find(argument.base)
                 # Only what is flat has parts that begin at a number.
-                if offset and argument.base.ndim > 1:
+                is_flat = number >= self._count and len(self._buffers[number - self._count].shape) == 1
+                if offset and not is_flat:
                     raise NotRecordable("a descriptor of a part of a buffer")
                 first = offset // argument.base.element_size()
                 descriptors.append((position, number, first, _descriptor_like(argument, None)))
