@@ -308,7 +308,7 @@ def _attend_block(
         mbarrier.arrive(s_turn.index(1 - GROUP), count=1)
     b_product = warpgroup_mma_wait(1, deps=[b_product])
     mbarrier.arrive(s_key_empty.index(stage), count=1)
-    # Not before: while they wait for the product, pairs need the registers, and are slower if they have read already.
+    # Only now: measured, pairs are slower if they read them before the product is awaited.
     b_column = b_zero
     b_other = b_zero
     if HAS_LEVEL:
