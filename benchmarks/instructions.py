@@ -98,18 +98,18 @@ def disassembled(cubin: bytes) -> tuple[list[Instruction], int]:
     return [(int(address, 16), line) for address, line in lines], int(re.findall(r"REG:(\d+)", usage)[0])
 
 
-def hot_loop(instructions: list[Instruction]) -> list[str]:
-    """The first loop with products that has no other in it: blocks of which every pair is seen."""
-    loops = {}
+def loops_of(instructions: list[Instruction]) -> list[list[str]]:
+    """Loops with products that have no other in them, in the order in which they stand."""
+    bodies = []
     for address, line in instructions:
         target = re.search(r"\bBRA\b.*\s0x([0-9a-f]+)", line)
         if target and int(target[1], 16) < address:
             body = [each for each in instructions if int(target[1], 16) <= each[0] <= address]
-            if any("HGMMA" in each for _, each in body) and len(body) >= 100:
-                loops[body[0], body[-1]] = body
-    bodies = list(loops.values())
+            # Whoever waits in vain is sent behind the end of the program, and back from there: that is no loop.
+            if any("HGMMA" in each for _, each in body) and not any("EXIT" in each for _, each in body):
+                bodies.append(body)
     inner = [a for a in bodies if not any(b is not a and a[0] <= b[0] and b[-1] <= a[-1] for b in bodies)]
-    return [re.sub(r"^@!?U?P\w+\s+", "", line) for _, line in inner[0]]
+    return [[re.sub(r"^@!?U?P\w+\s+", "", line) for _, line in body] for body in sorted(inner)]
 
 
 def main() -> None:
@@ -126,7 +126,8 @@ def main() -> None:
             shape = Shape(batch=2, heads=2, tokens=256, head_dim=head_dim, is_causal=arguments.causal)
             for kernel, given, constants, tile in started(preset, shape, arguments.dropout):
                 instructions, registers = disassembled(compiled(kernel, given, constants, tile).asm["cubin"])
-                loop = hot_loop(instructions)
+                # The first: blocks of which every pair is seen.
+                loop = loops_of(instructions)[0]
                 # Where warps have roles, two groups of them multiply.
                 pairs = tile.rows * tile.columns / (32 * tile.warps * (1 + tile.roles))
                 spills = sum("STL" in line or "LDL" in line for line in loop)

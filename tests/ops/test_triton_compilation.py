@@ -5,10 +5,10 @@ changes its type in a loop. So every kernel that a call would start is translate
 language, and a few are compiled to the end.
 """
 
+import importlib
 import itertools
 import re
 import subprocess
-import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -283,7 +283,7 @@ ROLES = [
 
 
 @pytest.mark.parametrize(("preset", "is_causal"), ROLES, ids=str)
-def test_warps_have_roles_with_wide_heads(preset, is_causal, started):
+def test_warps_have_roles_with_wide_heads(preset, is_causal, started, monkeypatch):
     """One copies, eight multiply, and what the latter hold in registers stays there from block to block."""
     if not tuning.HAS_ROLES:
         pytest.skip("roles are written for another version of Triton")
@@ -293,39 +293,14 @@ def test_warps_have_roles_with_wide_heads(preset, is_causal, started):
     found = compiled(*forward)
     assert found.metadata.shared <= 227 * 1024
     assert found.metadata.num_warps == 12
-    loops = loops_of(found.asm["cubin"])
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    instructions = importlib.import_module("instructions")
+    loops = instructions.loops_of(instructions.disassembled(found.asm["cubin"])[0])
     assert len(loops) == (4 if is_causal else 2)
     for loop in loops:
         assert not any("STL" in line or "LDL" in line for line in loop)
         assert sum("HGMMA" in line for line in loop) == 16
         assert sum("WARPGROUP.DEPBAR" in line for line in loop) == 2
-
-
-def loops_of(cubin):
-    """Loops with products that have no other in them: their instructions."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
-    lines = [(int(at, 16), line) for at, line in re.findall(r"^\s+/\*([0-9a-f]{4,5})\*/\s+(.*?);", text, re.MULTILINE)]
-    spans = set()
-    for at, line in lines:
-        target = re.search(r"\bBRA\b.*\s0x([0-9a-f]+)", line)
-        if target and int(target[1], 16) < at:
-            spans.add((int(target[1], 16), at))
-    bodies = [[line for at, line in lines if first <= at <= last] for first, last in sorted(spans)]
-    # Whoever waits in vain is sent behind the end of the program, and back from there.
-    bodies = [
-        (span, body)
-        for span, body in zip(sorted(spans), bodies, strict=True)
-        if "HGMMA" in " ".join(body) and "EXIT" not in " ".join(body)
-    ]
-    return [
-        body
-        for span, body in bodies
-        if not any(other != span and span[0] <= other[0] and other[1] <= span[1] for other, _ in bodies)
-    ]
 
 
 @pytest.mark.slow

@@ -3,9 +3,9 @@
 What :mod:`mgk.ops.triton.forward` computes, for calls without masks or dropout. With heads of 128 numbers a
 multiprocessor has registers for two warp groups of queries and no more, and whatever they wait for is lost. So nobody
 waits for a copy, and a group weighs the pairs of one block while its product of the last block's weights and values
-still runs. Compilers of Triton do not reorder so; Gluon, the language below it, has every instruction where it is
-written. A program takes tile after tile (128 queries of a head, the two groups one half each): the next one's queries
-come while the last one's output leaves.
+still runs. Triton's compiler has no such overlap; in Gluon, the language below it, a product is issued and awaited
+where that is written. A program takes tile after tile (128 queries of a head, the two groups one half each): the next
+one's queries come while the last one's output leaves.
 
 Shared memory is handed over by barriers: ``full`` when it can be read, ``empty`` when both groups have read it. Every
 handover of a stage flips its barrier's phase. Names as in :mod:`mgk.ops.triton.tiles`; ``s_`` is shared memory.
@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mgk.ops.triton.tiles import HEAD_NUMBERS, VARYING_WITH_WIDTH, place
+from mgk.ops.triton.tiles import HEAD_NUMBERS, VARYING_WITH_WIDTH, in_order, mark_wide, partial_sums, place, safe_ratio
 
 GROUP_ROWS = gl.constexpr(64)
 """Queries of a warp group: what one instruction of its matrix unit takes."""
@@ -240,7 +240,7 @@ def _attend(
             b_product, b_column, b_other, b_factor, b_reference, o_i, 0, scale, causal_offset,
             PAIRED, HARD, HAS_LEVEL, CAUSAL, BLOCK_J, pairs,
         )  # fmt: skip
-        b_sum = _partial_sums(b_weight)
+        b_sum = partial_sums(b_weight)
         b_weight = _as_operand(b_weight, s_value.dtype, outputs)
 
         for i in range(1, gl.maximum(full, 1)):
@@ -319,7 +319,7 @@ def _attend_block(
         b_product, b_column, b_other, b_factor, b_reference, o_i, o_j, scale, causal_offset,
         PAIRED, HARD, HAS_LEVEL, MASKED, BLOCK_J, pairs,
     )  # fmt: skip
-    b_sum += _partial_sums(b_new_weight)
+    b_sum += partial_sums(b_new_weight)
     b_out = warpgroup_mma_wait(0, deps=[b_out])
     mbarrier.arrive(s_value_empty.index(last), count=1)
     return b_out, b_sum, _as_operand(b_new_weight, s_value.dtype, outputs)
@@ -370,9 +370,8 @@ def _row_terms(
     b_second = gl.convert_layout(b_second, rows, assert_trivial=True)
     b_factor = b_second - b_first
     if not HARD:
-        b_factor = gl.where(gl.abs(b_factor) <= largest_ratio, gl.exp2(b_factor), float("nan"))
-        if gl.max((b_factor != b_factor).to(gl.int32), 0) > 0:
-            gl.store(p_wide + i_kv, 1.0)
+        b_factor = safe_ratio(b_factor, largest_ratio)
+        mark_wide(p_wide, i_kv, b_factor)
     o_row = place(o_i)
     gl.store(p_row + o_row, b_first)
     gl.store(p_row + padded_queries + o_row, b_second)
@@ -392,14 +391,6 @@ def _row_term(
         b_shift = gl.load(p_shift + o_d, mask=o_d < width, other=0.0)
         b_row -= gl.sum(gl.load(p_origin + i_kv * D + o_d) * b_shift, 0)
     return b_row * scale
-
-
-@gluon.jit
-def _partial_sums(b_weight):
-    """``[rows, 4]``: four threads hold a row, and ask each other only when all is done."""
-    ROWS: gl.constexpr = b_weight.shape[0]
-    COLUMNS: gl.constexpr = b_weight.shape[1]
-    return gl.sum(gl.sum(b_weight.reshape([ROWS, COLUMNS // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
@@ -431,6 +422,4 @@ def _offsets(COUNT: gl.constexpr):
 def _terms(b_lying, pairs: gl.constexpr):
     """Terms that have been read in the order in which they lie, as those of the columns of a product: the same
     registers."""
-    COUNT: gl.constexpr = b_lying.shape[0]
-    b_ordered = b_lying.reshape([COUNT // 16, 4, 2, 2]).permute([0, 2, 1, 3]).reshape([COUNT])
-    return gl.convert_layout(b_ordered, gl.SliceLayout(0, pairs), assert_trivial=True)
+    return gl.convert_layout(in_order(b_lying), gl.SliceLayout(0, pairs), assert_trivial=True)
