@@ -113,6 +113,29 @@ def test_many_tiles_of_one_block(kind, device, started):
     assert "attention_forward_wide" in started
 
 
+@every_kind
+def test_an_odd_number_of_tiles(kind, device, started):
+    """More than there are programs: under causality they take two at a time, and one takes the last alone."""
+    compare_with_usual(make_inputs(**KINDS[kind], batch=3, heads=7, queries=1152, dim=128, device=device))
+    assert "attention_forward_wide" in started
+
+
+@every_kind
+def test_a_recorded_call_waits_for_its_terms(kind, device):
+    """In a CUDA graph as well, in which kernels are launched before the last one ends."""
+    inputs = make_inputs(**KINDS[kind], batch=2, heads=4, queries=640, dim=128, device=device)
+    attend(inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        out = attend(inputs)
+    for _ in range(20):
+        with torch.no_grad():
+            for name in ("query", "key", "value"):
+                inputs[name].copy_(torch.randn_like(inputs[name]))
+        graph.replay()
+        assert torch.equal(out, attend(inputs))
+
+
 def compare_with_usual(inputs):
     out = attend(inputs)
     usual = without_roles(lambda: attend(inputs))

@@ -14,10 +14,11 @@ from mgk.ops.triton.tiles import (
     column_keys,
     component_bias,
     finite,
-    first_share,
+    hard_share,
     is_visible,
     load_terms,
     load_tile,
+    partial_products,
     partial_sums,
     place,
     unless_dropped,
@@ -126,6 +127,9 @@ def attention_backward_key_value(
 
         b_sum = tl.sum(b_sum, 1)
         b_both_sum = tl.sum(b_both_sum, 1)
+        if PAIRED and HARD:
+            # The loop has added up what the second component has.
+            b_sum = b_both_sum - b_sum
         if DROPOUT:
             b_grad_key *= keep_scale
             b_sum *= keep_scale
@@ -196,9 +200,9 @@ def _gather_key_value(
     if PAIRED and HARD:
         # Only the biases compete: `alpha` is how far the second row exceeds the first, `rho` the first column the
         # second.
-        b_difference = load_terms(p_alpha, o_first_row, BLOCK_I)[None, :] - b_rho[:, None]
-        b_share = first_share(b_difference)
-        b_weight = weight_of(b_logit + tl.maximum(b_difference, 0.0), b_query)
+        b_lead = load_terms(p_alpha, o_first_row, BLOCK_I)[None, :] - b_rho[:, None]
+        b_share = hard_share(b_lead)
+        b_weight = weight_of(b_logit + b_lead * b_share, b_query)
     elif HARD and M == 2:
         b_other = b_product
         if not SHARED:
@@ -207,7 +211,7 @@ def _gather_key_value(
             p_row, p_column + (1 - i_component) * padded_keys if HAS_COLUMN else p_column, 1 - i_component,
             o_first_row, o_j, b_reference, padded_queries, HAS_ROW, HAS_COLUMN, False, BLOCK_J, True,
         )  # fmt: skip
-        b_weight = first_share(b_other - finite(b_logit)) * weight_of(b_logit, b_query)
+        b_weight = hard_share(finite(b_logit) - b_other) * weight_of(b_logit, b_query)
     elif HARD and M > 2:
         b_best = tl.full([BLOCK_J, BLOCK_I], float("-inf"), tl.float32)
         b_ties = tl.zeros([BLOCK_J, BLOCK_I], tl.float32)
@@ -253,7 +257,7 @@ def _gather_key_value(
         b_grad_weight -= b_delta[None, :]
         b_grad_logit = b_weight * b_grad_weight
     if PAIRED and HARD:
-        b_sum += partial_sums(b_grad_logit * b_share)
+        b_sum += partial_products(b_grad_logit, b_share)
         b_both_sum += partial_sums(b_grad_logit)
     elif PAIRED or HAS_COLUMN:
         b_sum += partial_sums(b_grad_logit)

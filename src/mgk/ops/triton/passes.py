@@ -130,7 +130,8 @@ def _forward_with_roles(
     assert not call.joined
     assert (tile.rows, tile.warps) == (TILE_ROWS.value, 4)
     assert call.padding % tile.columns == 0, "blocks of terms are whole"
-    other = call.column if call.hard else call.rho
+    # To add products to the larger bias, a hard choice takes both columns as they are before they are scaled.
+    column, other = (call.scaled, call.scaled) if call.from_bias else (call.column, call.rho)
     blocks = count_blocks(call.queries, tile.rows)
     rows = call.batch * call.heads
     section = tuning.heads_in_section(call.keys, sum(widths.values()) * call.dtype.itemsize)
@@ -140,16 +141,15 @@ def _forward_with_roles(
         (
             descriptor(call.query, GROUP_ROWS.value), descriptor(call.key, tile.columns),
             descriptor(values, tile.columns), descriptor(out, GROUP_ROWS.value),
-            terms_descriptor(call.column, call.padded_keys, tile.columns),
-            terms_descriptor(other, call.padded_keys, tile.columns) if call.paired else None, call.row, call.column,
-            call.alpha, other if call.paired else None, call.wide, call.level, call.shift, call.origin, normaliser,
-            call.scale, call.heads, call.heads // call.kv_heads, call.queries, call.keys, call.padded_queries,
-            call.padded_keys, blocks * rows, rows, blocks, section, call.width, *call.limits[:4],
+            terms_descriptor(column, call.padded_keys, tile.columns),
+            terms_descriptor(other, call.padded_keys, tile.columns), call.row, call.alpha, call.wide, call.level,
+            call.shift, call.origin, normaliser, call.scale, call.heads, call.heads // call.kv_heads, call.queries,
+            call.keys, call.padded_queries, blocks * rows, rows, blocks, section, call.width, *call.limits[:4],
         ),
         {**widths, "PAIRED": call.paired, "HARD": call.hard and call.paired, "HAS_ORIGIN": call.origin is not None,
         "HAS_LEVEL": call.has_level, "CAUSAL": call.options["CAUSAL"], "TURNS": tile.turns, "STAGES": tile.stages,
         "BLOCK_J": tile.columns},
-        tile,
+        tile._replace(early=call.has_level),
     )  # fmt: skip
 
 

@@ -27,14 +27,18 @@ def logit_terms(
     M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, HARD: tl.constexpr, GAUSSIAN: tl.constexpr,
     HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ORIGIN: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr, HAS_RANGE: tl.constexpr, HAS_LEVEL: tl.constexpr, HAS_ROW: tl.constexpr,
-    HAS_COLUMN: tl.constexpr, FROM_BIAS: tl.constexpr, EQUAL: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+    HAS_COLUMN: tl.constexpr, FROM_BIAS: tl.constexpr, NEXT_WAITS: tl.constexpr, EQUAL: tl.constexpr,
+    BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """The first programs make rows, the others columns: one launch, since both wait for memory. Each makes some blocks
     of them, since what is found from first tokens takes as long as a block.
 
     ``origin [B, Hkv, D]`` is what the first valid query and key have in common, as in MixtureProblem.origin, and
     ``level [B, Hkv]`` about what the first query and key have as a logit: columns are given without it.
+    ``NEXT_WAITS``: the next kernel may begin, since it waits for this one itself.
     """
+    if NEXT_WAITS:
+        tl.extra.cuda.gdc_launch_dependents()
     i_program = tl.program_id(0)
     num_kv_heads = num_heads // group_size
     is_row = i_program < num_row_programs
@@ -121,6 +125,7 @@ def _column_terms(
     b_key = tl.zeros([BLOCK, D], tl.float32)
     b_norm = tl.zeros([BLOCK], tl.float32)
     b_first = tl.zeros([BLOCK], tl.float32)
+    inverse = 1.0 / scale
     for r in tl.static_range(M):
         b_scale = scale if EQUAL else tl.load(p_scale + i_kv_head * M + r)
         b_column = tl.zeros([BLOCK], tl.float32)
@@ -147,7 +152,8 @@ def _column_terms(
         o_own = (i_kv.to(tl.int64) * M + r) * padded_keys + place(o_j)
         tl.store(p_column + o_own, b_column)
         if FROM_BIAS:
-            tl.store(p_scaled + o_own, b_column / b_scale)
+            # Many threads hold the same column: to divide each would take them long.
+            tl.store(p_scaled + o_own, b_column * inverse)
         if PAIRED:
             if r == 0:
                 b_first = b_column

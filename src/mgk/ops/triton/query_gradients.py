@@ -12,10 +12,11 @@ from mgk.ops.triton.tiles import (
     HEAD_NUMBERS,
     VARYING_WITH_WIDTH,
     component_bias,
-    first_share,
+    hard_share,
     is_visible,
     load_terms,
     load_tile,
+    partial_products,
     partial_sums,
     place,
     rows_unless_dropped,
@@ -79,7 +80,7 @@ def attention_backward_query(
     b_reference = tl.load(p_reference + i_head.to(tl.int64) * padded_queries + place(o_i))
     b_delta = tl.load(p_delta + i_head.to(tl.int64) * padded_queries + place(o_i))
     b_grad_query = tl.zeros([BLOCK_I, D], tl.float32)
-    # One column for each component; a pair keeps the sums of its first component, one for each thread of a row.
+    # One column for each component; a pair keeps the sums of one component, one for each thread of a row.
     b_grad_row = tl.zeros([BLOCK_I, 4], tl.float32) if PAIRED else tl.zeros([BLOCK_I, 8], tl.float32)
     for o_j in tl.range(first_key, end_full, BLOCK_J):
         b_grad_query, b_grad_row = _gather_query(
@@ -119,17 +120,20 @@ def attention_backward_query(
     if PAIRED:
         # The logits of a row rise and fall together with its normaliser alone: what one component does not get, the
         # other does.
-        b_second = -b_grad_row
+        b_other = -b_grad_row
         if HAS_GRAD_NORMALISER:
             b_total = tl.load(p_grad_normaliser + i_head.to(tl.int64) * num_queries + o_i, mask=m_i, other=0.0)
-            b_second += tl.where(b_reference == float("inf"), 0.0, b_total)
+            b_other += tl.where(b_reference == float("inf"), 0.0, b_total)
+        # Rows beyond the end have no gradient, but what stands for their query is not zero once it is moved.
+        b_other = tl.where(m_i, b_other, 0.0)
+        b_first = b_other if HARD else b_grad_row
+        b_second = b_grad_row if HARD else b_other
         b_shift = tl.load(p_shift + i_kv_head * M * width + o_d, mask=o_d < width, other=0.0)
-        b_grad_query += b_grad_row[:, None] * b_shift[None, :]
+        b_grad_query += b_first[:, None] * b_shift[None, :]
         b_shift = tl.load(p_shift + (i_kv_head * M + 1) * width + o_d, mask=o_d < width, other=0.0)
         b_grad_query += b_second[:, None] * b_shift[None, :]
-        tl.store(p_share, tl.sum(b_grad_row[:, None] * b_moved_query, 0))
-        # Rows beyond the end have no gradient, but what stands for their query is not zero once it is moved.
-        tl.store(p_share + num_shares * D, tl.sum(tl.where(m_i, b_second, 0.0)[:, None] * b_moved_query, 0))
+        tl.store(p_share, tl.sum(b_first[:, None] * b_moved_query, 0))
+        tl.store(p_share + num_shares * D, tl.sum(b_second[:, None] * b_moved_query, 0))
     elif HAS_ROW:
         o_r = tl.arange(0, 8)
         for r in tl.static_range(M):
@@ -180,10 +184,10 @@ def _gather_query(
         if HARD:
             # Only the biases compete: `alpha` is how far the second row exceeds the first, `rho` the first column the
             # second.
-            b_difference = b_alpha[:, None] - load_terms(p_rho, o_first, BLOCK_J)[None, :]
-            b_share = first_share(b_difference)
+            b_lead = b_alpha[:, None] - load_terms(p_rho, o_first, BLOCK_J)[None, :]
+            b_share = hard_share(b_lead)
             b_bias = load_terms(p_column, o_first, BLOCK_J)[None, :] - b_reference[:, None]
-            b_weight = weight_of(b_product * scale + b_bias + tl.maximum(b_difference, 0.0), b_query)
+            b_weight = weight_of(b_product * scale + b_bias + b_lead * b_share, b_query)
         else:
             b_logit = b_product * scale + (load_terms(p_column, o_first, BLOCK_J)[None, :] - b_reference[:, None])
             b_weight = weight_of(b_logit, b_query)
@@ -193,7 +197,6 @@ def _gather_query(
         b_first = b_weight * b_grad_weight
         if HARD:
             b_grad_logit = b_first
-            b_first = b_grad_logit * b_share
         elif WIDE:
             b_difference = tl.load(p_row + padded_queries + place(o_i)) - tl.load(p_row + place(o_i))
             b_step = load_terms(p_column + padded_keys, o_first, BLOCK_J)
@@ -205,7 +208,8 @@ def _gather_query(
         else:
             b_grad_logit = b_first + b_first * (b_alpha[:, None] * load_terms(p_rho, o_first, BLOCK_J)[None, :])
         b_grad_query = tl.dot(b_grad_logit.to(b_key.dtype), b_key, b_grad_query, input_precision=PRECISION)
-        b_grad_row += partial_sums(b_first)
+        # What the first component has of it; if the choice is hard, the second.
+        b_grad_row += partial_products(b_grad_logit, b_share) if HARD else partial_sums(b_first)
     elif HARD and M == 2:
         b_first_key = load_tile(d_key, i_batch, i_kv_head if SHARED else i_kv_head * M, o_first, BLOCK_J, D)
         b_second_key = load_tile(d_key, i_batch, i_kv_head if SHARED else i_kv_head * M + 1, o_first, BLOCK_J, D)
@@ -221,7 +225,7 @@ def _gather_query(
         b_weight = weight_of(tl.maximum(b_first, b_second), b_query)
         if CAUSAL or HAS_MASK:
             b_weight = tl.where(b_seen, b_weight, 0.0)
-        b_share = first_share(b_second - b_first)
+        b_share = hard_share(b_first - b_second)
         b_grad_logit = b_weight * b_grad_weight
         b_first = b_share * b_grad_logit
         b_second = b_grad_logit - b_first

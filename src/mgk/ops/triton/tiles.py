@@ -112,6 +112,14 @@ def partial_sums(b_pairs):
 
 
 @triton.jit
+def partial_products(b_pairs, b_factors):
+    """:func:`partial_sums` of ``pairs * factors``, added up one by one: a product and a sum are one instruction."""
+    ROWS: tl.constexpr = b_pairs.shape[0]
+    b_products = (b_pairs * b_factors).reshape(ROWS, b_pairs.shape[1] // 8, 4, 2).permute(0, 2, 1, 3)
+    return tl.sum(b_products.reshape(ROWS, 4, b_pairs.shape[1] // 4), 2)
+
+
+@triton.jit
 def component_bias(
     p_row, p_column, i_component, o_row, o_column, b_reference, num_rows,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, ROWS_FIRST: tl.constexpr, COLUMNS: tl.constexpr,
@@ -244,10 +252,10 @@ def visible_queries(
 
 
 @triton.jit
-def first_share(b_difference):
-    """Of the gradient of a hard choice, what the first gets where the second exceeds it by ``difference``; a tie is
-    shared evenly. One instruction: a product, a sum and a cut at 0 and 1."""
-    return tl.clamp(0.5 - b_difference * 1e30, 0.0, 1.0)
+def hard_share(b_lead):
+    """Of a hard choice, what one has that exceeds the other by ``lead``: 1 or 0, and of a tie half. One instruction: a
+    product, a sum and a cut at 0 and 1."""
+    return tl.clamp(b_lead * 1e30 + 0.5, 0.0, 1.0)
 
 
 @triton.jit

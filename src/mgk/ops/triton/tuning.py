@@ -34,10 +34,13 @@ class Tile(NamedTuple):
     """forward: some warps copy, others multiply (:mod:`mgk.ops.triton.wide_forward`); on Hopper only"""
     turns: bool = False
     """with roles: those who multiply do it in turn"""
+    early: bool = False
+    """with roles: launched before the kernel that makes the terms ends, for which it waits itself"""
 
     def settings(self) -> dict[str, int | None]:
         """What Triton calls them."""
-        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+        settings = {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+        return {**settings, "launch_pdl": True} if self.early else settings
 
 
 class Kernel(NamedTuple):
@@ -99,7 +102,7 @@ HOPPER: dict[tuple[str, str], tuple[Tile, Tile, Tile]] = {
 # Of forward kernels whose warps have roles, for the width of 128. Narrower heads leave registers for more programs,
 # which do better; two projected keys are faster without, too.
 WITH_ROLES = {
-    "one": Tile(128, 128, 4, 2, roles=True),
+    "one": Tile(128, 128, 4, 2, roles=True, turns=True),
     "pair": Tile(128, 128, 4, 2, roles=True, turns=True),
     "hard pair": Tile(128, 128, 4, 2, roles=True),
 }

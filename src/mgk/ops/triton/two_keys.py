@@ -14,7 +14,7 @@ from mgk.ops.triton.tiles import (
     VARYING_WITH_WIDTH,
     column_keys,
     finite,
-    first_share,
+    hard_share,
     is_visible,
     load_terms,
     load_tile,
@@ -154,7 +154,7 @@ def _gather_two_keys(
     b_second += b_second_row[None, :] + b_second_column[:, None]
     b_grad_weight = tl.dot(b_value, b_grad_out.T, input_precision=PRECISION)
     if HARD:
-        b_share = first_share(b_second - b_first)
+        b_share = hard_share(b_first - b_second)
         b_weight = weight_of(tl.maximum(b_first, b_second), b_query)
     else:
         b_first = weight_of(b_first, b_query)

@@ -37,9 +37,9 @@ MOST_REGISTERS = gl.constexpr(240)
     do_not_specialize_on_alignment=HEAD_NUMBERS,
 )
 def attention_forward_wide(
-    d_query, d_key, d_value, d_out, d_column, d_other, p_row, p_column, p_alpha, p_other, p_wide, p_level, p_shift,
-    p_origin, p_normaliser, scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys,
-    num_tiles, num_rows, num_blocks, section, width, largest_ratio, lowest_sum, highest_sum, margin,
+    d_query, d_key, d_value, d_out, d_column, d_other, p_row, p_alpha, p_wide, p_level, p_shift, p_origin, p_normaliser,
+    scale, num_heads, group_size, num_queries, num_keys, padded_queries, num_tiles, num_rows,
+    num_blocks, section, width, largest_ratio, lowest_sum, highest_sum, margin,
     PAIRED: gl.constexpr, HARD: gl.constexpr, HAS_ORIGIN: gl.constexpr, HAS_LEVEL: gl.constexpr,
     CAUSAL: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, BLOCK_J: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr,
@@ -47,7 +47,8 @@ def attention_forward_wide(
     """Write ``out [B, H, Nq, Dv]`` and ``normaliser [B, H, Nq]`` (natural logarithm, NaN where unsafe); of a pair also
     ``row`` and ``alpha``, as :func:`mgk.ops.triton.forward.attention_forward` does.
 
-    ``other`` is what a pair has for a column beside its first term: ``rho``, or the second term if the choice is hard.
+    ``other`` is what a pair has for a column beside its first term: ``rho``, or the second term if the choice is hard;
+    then both are not scaled yet, so that products can be added.
     ``HAS_LEVEL``: columns hold the level of the logits. Without it these are dot products of one component, which have
     no columns, weighed against the row's largest logit in the first block. Heads of a ``section`` are worked on at a
     time. Under causality there are no more queries than keys. ``TURNS``: the two groups issue their products in turn.
@@ -59,9 +60,9 @@ def attention_forward_wide(
     s_column = s_query
     s_other = s_query
     if HAS_LEVEL:
-        s_column = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_J], d_column.layout)
+        s_column = gl.allocate_shared_memory(gl.float32, [STAGES + 1, 1, BLOCK_J], d_column.layout)
     if PAIRED:
-        s_other = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_J], d_other.layout)
+        s_other = gl.allocate_shared_memory(gl.float32, [STAGES + 1, 1, BLOCK_J], d_other.layout)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     s_query_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
     s_query_empty = gl.allocate_shared_memory(gl.int64, [1], barrier)
@@ -80,20 +81,22 @@ def attention_forward_wide(
     for group in gl.static_range(2):
         mbarrier.init(s_turn.index(group), count=1)
     fence_async_shared()
+    if HAS_LEVEL:
+        _await_terms()
     gl.warp_specialize([
         (_attend, (
             gl.constexpr(0), d_out, s_query, s_key, s_value, s_column, s_other, s_out, s_query_full, s_query_empty,
-            s_key_full, s_key_empty, s_value_full, s_value_empty, s_turn, p_row, p_column, p_alpha, p_other, p_wide,
-            p_level, p_shift, p_origin, p_normaliser, scale, num_heads, group_size, num_queries, num_keys,
-            padded_queries, padded_keys, num_tiles, num_rows, num_blocks, section, width, largest_ratio, lowest_sum,
-            highest_sum, margin, PAIRED, HARD, HAS_ORIGIN, HAS_LEVEL, CAUSAL, TURNS, STAGES, BLOCK_J, D, DV,
+            s_key_full, s_key_empty, s_value_full, s_value_empty, s_turn, p_row, p_alpha, p_wide, p_level, p_shift,
+            p_origin, p_normaliser, scale, num_heads, group_size, num_queries, num_keys, padded_queries, num_tiles,
+            num_rows, num_blocks, section, width, largest_ratio, lowest_sum, highest_sum, margin, PAIRED,
+            HARD, HAS_ORIGIN, HAS_LEVEL, CAUSAL, TURNS, STAGES, BLOCK_J, D, DV,
         )),
         (_attend, (
             gl.constexpr(1), d_out, s_query, s_key, s_value, s_column, s_other, s_out, s_query_full, s_query_empty,
-            s_key_full, s_key_empty, s_value_full, s_value_empty, s_turn, p_row, p_column, p_alpha, p_other, p_wide,
-            p_level, p_shift, p_origin, p_normaliser, scale, num_heads, group_size, num_queries, num_keys,
-            padded_queries, padded_keys, num_tiles, num_rows, num_blocks, section, width, largest_ratio, lowest_sum,
-            highest_sum, margin, PAIRED, HARD, HAS_ORIGIN, HAS_LEVEL, CAUSAL, TURNS, STAGES, BLOCK_J, D, DV,
+            s_key_full, s_key_empty, s_value_full, s_value_empty, s_turn, p_row, p_alpha, p_wide, p_level, p_shift,
+            p_origin, p_normaliser, scale, num_heads, group_size, num_queries, num_keys, padded_queries, num_tiles,
+            num_rows, num_blocks, section, width, largest_ratio, lowest_sum, highest_sum, margin, PAIRED,
+            HARD, HAS_ORIGIN, HAS_LEVEL, CAUSAL, TURNS, STAGES, BLOCK_J, D, DV,
         )),
         (_copy, (
             d_query, d_key, d_value, d_column, d_other, s_query, s_key, s_value, s_column, s_other, s_query_full,
@@ -104,19 +107,50 @@ def attention_forward_wide(
 
 
 @gluon.jit
+def _await_terms():
+    """For the kernel that makes them. This one is launched before that one ends, which hides how long it takes."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _count_tiles(num_tiles, CAUSAL: gl.constexpr):
+    """Of this program. Under causality it takes them in pairs, a long row of blocks and a short one, so that all
+    programs have as much to do; unless there is a program for each."""
+    i_program = gl.program_id(0)
+    num_programs = gl.num_programs(0)
+    count = (num_tiles - i_program + num_programs - 1) // num_programs
+    if CAUSAL:
+        num_pairs = num_tiles // 2
+        own_pairs = (num_pairs - i_program + num_programs - 1) // num_programs
+        # The last of an odd number is left to whoever would have had the next pair.
+        is_left = (num_tiles % 2 == 1) & (num_pairs % num_programs == i_program)
+        in_pairs = 2 * own_pairs + gl.where(is_left, 1, 0)
+        count = gl.where(num_programs < num_tiles, in_pairs, count)
+    return count
+
+
+@gluon.jit
 def _find_tile(
-    i_tile, num_heads, group_size, num_queries, num_keys, num_rows, num_blocks, section,
+    i_own, num_tiles, num_heads, group_size, num_queries, num_keys, num_rows, num_blocks, section,
     CAUSAL: gl.constexpr, BLOCK_J: gl.constexpr,
 ):  # fmt: skip
-    """``batch, query head, key/value head, block, full, count``: a tile's place, and how many blocks of keys it sees;
-    of the first ``full`` every row sees all."""
+    """``batch, query head, key/value head, block, full, count``: the place of this program's tile number ``own``, and
+    how many blocks of keys it sees; of the first ``full`` every row sees all."""
+    i_program = gl.program_id(0)
+    num_programs = gl.num_programs(0)
+    i_tile = i_own * num_programs + i_program
     if CAUSAL:
-        # Of a section the longest rows first: short ones fill the gaps at the end, and its keys stay in the cache.
+        i_in_pairs = 2 * (i_own // 2 * num_programs + i_program) + i_own % 2
+        i_tile = gl.where(num_programs < num_tiles, i_in_pairs, i_tile)
+        # Of a section by turns the longest row and the shortest; its keys stay in the cache.
         i_section = i_tile // (section * num_blocks)
         i_within = i_tile % (section * num_blocks)
         heads = gl.minimum(section, num_rows - i_section * section)
-        i_block = num_blocks - 1 - i_within // heads
-        i_row = i_section * section + i_within % heads
+        i_rank = gl.where(i_within % 2 == 0, i_within // 2, heads * num_blocks - 1 - i_within // 2)
+        i_block = num_blocks - 1 - i_rank // heads
+        i_row = i_section * section + i_rank % heads
         first_unseen = i_block * TILE_ROWS + (num_keys - num_queries) + 1
         full = gl.minimum(first_unseen, num_keys) // BLOCK_J
         count = (gl.minimum(first_unseen + TILE_ROWS - 1, num_keys) + BLOCK_J - 1) // BLOCK_J
@@ -140,15 +174,22 @@ def _copy(
 ):  # fmt: skip
     """The warp that copies: queries, keys, values and terms of columns, as soon as there is room."""
     M: gl.constexpr = 2 if PAIRED else 1
-    VALUE_BYTES: gl.constexpr = BLOCK_J * (2 * DV + 4 * ((1 if HAS_LEVEL else 0) + (1 if PAIRED else 0)))
+    TERM_BYTES: gl.constexpr = 4 * BLOCK_J * ((1 if HAS_LEVEL else 0) + (1 if PAIRED else 0))
     num_copied = 0
-    for i_tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+    for i_own in range(_count_tiles(num_tiles, CAUSAL)):
         i_batch, i_query_head, i_kv_head, i_block, _, count = _find_tile(
-            i_tile, num_heads, group_size, num_queries, num_keys, num_rows, num_blocks, section, CAUSAL, BLOCK_J
-        )
+            i_own, num_tiles, num_heads, group_size, num_queries, num_keys, num_rows, num_blocks, section,
+            CAUSAL, BLOCK_J,
+        )  # fmt: skip
         i_kv = i_batch * (num_heads // group_size) + i_kv_head
-        mbarrier.wait(s_query_empty, (i_tile // gl.num_programs(0) & 1) ^ 1)
-        mbarrier.expect(s_query_full, TILE_ROWS * D * 2)
+        i_other = i_kv * M + 1 if HARD else i_kv
+        mbarrier.wait(s_query_empty, (i_own & 1) ^ 1)
+        mbarrier.expect(s_query_full, TILE_ROWS * D * 2 + TERM_BYTES)
+        # Those of the first block come with the queries, others with the values of the block before.
+        if HAS_LEVEL:
+            tma.async_copy_global_to_shared(d_column, [i_kv * M, 0], s_query_full, s_column.index(STAGES))
+        if PAIRED:
+            tma.async_copy_global_to_shared(d_other, [i_other, 0], s_query_full, s_other.index(STAGES))
         for group in gl.static_range(2):
             o_first = i_block * TILE_ROWS + group * GROUP_ROWS
             tma.async_copy_global_to_shared(
@@ -164,12 +205,11 @@ def _copy(
             tma.async_copy_global_to_shared(d_key, [i_batch, i_kv_head, o_j, 0], key_full, s_key.index(stage))
             mbarrier.wait(s_value_empty.index(stage), was_read)
             value_full = s_value_full.index(stage)
-            mbarrier.expect(value_full, VALUE_BYTES)
-            # Terms of the next block come along: they are read while these values are multiplied.
+            mbarrier.expect(value_full, BLOCK_J * DV * 2 + TERM_BYTES)
+            # They are read while these values are multiplied.
             if HAS_LEVEL:
                 tma.async_copy_global_to_shared(d_column, [i_kv * M, o_j + BLOCK_J], value_full, s_column.index(stage))
             if PAIRED:
-                i_other = i_kv * M + 1 if HARD else i_kv
                 tma.async_copy_global_to_shared(d_other, [i_other, o_j + BLOCK_J], value_full, s_other.index(stage))
             tma.async_copy_global_to_shared(d_value, [i_batch, i_kv_head, o_j, 0], value_full, s_value.index(stage))
             num_copied += 1
@@ -178,15 +218,14 @@ def _copy(
 @gluon.jit
 def _attend(
     GROUP: gl.constexpr, d_out, s_query, s_key, s_value, s_column, s_other, s_out, s_query_full, s_query_empty,
-    s_key_full, s_key_empty, s_value_full, s_value_empty, s_turn, p_row, p_column, p_alpha, p_other, p_wide, p_level,
-    p_shift, p_origin, p_normaliser, scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys,
-    num_tiles, num_rows, num_blocks, section, width, largest_ratio, lowest_sum, highest_sum, margin,
+    s_key_full, s_key_empty, s_value_full, s_value_empty, s_turn, p_row, p_alpha, p_wide, p_level,
+    p_shift, p_origin, p_normaliser, scale, num_heads, group_size, num_queries, num_keys, padded_queries, num_tiles,
+    num_rows, num_blocks, section, width, largest_ratio, lowest_sum, highest_sum, margin,
     PAIRED: gl.constexpr, HARD: gl.constexpr, HAS_ORIGIN: gl.constexpr, HAS_LEVEL: gl.constexpr,
     CAUSAL: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, BLOCK_J: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr,
 ):  # fmt: skip
     """A warp group: its half of every tile, tile after tile."""
-    M: gl.constexpr = 2 if PAIRED else 1
     pairs: gl.constexpr = _product_layout(BLOCK_J)
     outputs: gl.constexpr = _product_layout(DV)
     rows: gl.constexpr = gl.SliceLayout(1, pairs)
@@ -195,10 +234,11 @@ def _attend(
     # Blocks, and how often the two groups have taken turns.
     num_read = 0
     num_turns = 0
-    for i_tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+    for i_own in range(_count_tiles(num_tiles, CAUSAL)):
         i_batch, i_query_head, i_kv_head, i_block, full, count = _find_tile(
-            i_tile, num_heads, group_size, num_queries, num_keys, num_rows, num_blocks, section, CAUSAL, BLOCK_J
-        )
+            i_own, num_tiles, num_heads, group_size, num_queries, num_keys, num_rows, num_blocks, section,
+            CAUSAL, BLOCK_J,
+        )  # fmt: skip
         i_head = (i_batch * num_heads + i_query_head).to(gl.int64)
         i_kv = (i_batch * (num_heads // group_size) + i_kv_head).to(gl.int64)
         o_first = i_block * TILE_ROWS + GROUP * GROUP_ROWS
@@ -209,27 +249,41 @@ def _attend(
         b_first_row = b_reference
         b_factor = b_reference
 
+        queries: gl.constexpr = _product_layout(D)
+        b_first_shift = b_reference
+        b_second_shift = b_reference
+        b_first_origin = 0.0
+        b_second_origin = 0.0
+        if PAIRED:
+            # On their way before the queries are awaited.
+            p_own_shift = p_shift + i_kv_head * 2 * width
+            b_first_shift = _shift_of(p_own_shift, width, D, gl.SliceLayout(0, queries))
+            b_second_shift = _shift_of(p_own_shift + width, width, D, gl.SliceLayout(0, queries))
+            if HAS_ORIGIN:
+                b_first_origin = _shifted_origin(p_own_shift, p_origin + i_kv * D, width, D)
+                b_second_origin = _shifted_origin(p_own_shift + width, p_origin + i_kv * D, width, D)
+
         # The first block has no other to run beside; the terms of a row are made meanwhile.
         stage = num_read % STAGES
-        mbarrier.wait(s_query_full, i_tile // gl.num_programs(0) & 1)
+        mbarrier.wait(s_query_full, i_own & 1)
         mbarrier.wait(s_key_full.index(stage), (num_read // STAGES) & 1)
-        b_product = warpgroup_mma(
-            s_own_query, s_key.index(stage).reshape([BLOCK_J, D]).permute([1, 0]), b_zero, use_acc=False, is_async=True
-        )
+        s_own_key = s_key.index(stage).reshape([BLOCK_J, D]).permute([1, 0])
+        b_product = warpgroup_mma(s_own_query, s_own_key, b_zero, use_acc=False, is_async=True)
         if PAIRED:
             b_first_row, b_factor = _row_terms(
-                s_own_query, p_row + i_head * 2 * padded_queries, p_alpha + i_head * padded_queries, p_wide,
-                p_shift + i_kv_head * 2 * width, p_origin, i_kv, o_i, scale, padded_queries, width, largest_ratio,
-                HARD, HAS_ORIGIN, D, rows,
+                s_own_query, b_first_shift, b_second_shift, b_first_origin, b_second_origin,
+                p_row + i_head * 2 * padded_queries, p_alpha + i_head * padded_queries, p_wide, i_kv, o_i, scale,
+                padded_queries, largest_ratio, HARD, queries, rows,
             )  # fmt: skip
         b_column = b_zero
         b_other = b_zero
         if HAS_LEVEL:
-            b_column = _terms(gl.load(p_column + i_kv * M * padded_keys + _offsets(BLOCK_J)), pairs)
+            b_column = _read_terms(s_column.index(STAGES), BLOCK_J, pairs)
         if PAIRED:
-            p_own_other = p_other + (i_kv * 2 + 1 if HARD else i_kv) * padded_keys
-            b_other = _terms(gl.load(p_own_other + _offsets(BLOCK_J)), pairs)
+            b_other = _read_terms(s_other.index(STAGES), BLOCK_J, pairs)
         b_product = warpgroup_mma_wait(0, deps=[b_product])
+        if HARD:
+            b_product += _larger_bias(b_column, b_other, b_factor)
         mbarrier.arrive(s_key_empty.index(stage), count=1)
         if not HAS_LEVEL:
             b_logit = b_product * scale
@@ -295,26 +349,33 @@ def _attend_block(
     """Multiply the last block's weights with its values and, meanwhile, weigh one block of keys."""
     stage = num_read % STAGES
     last = (num_read - 1) % STAGES
+    b_column = b_zero
+    b_other = b_zero
+    b_start = b_zero
+    if HARD:
+        # Terms of this block came with the last one's values.
+        mbarrier.wait(s_value_full.index(last), ((num_read - 1) // STAGES) & 1)
+        b_column = _read_terms(s_column.index(last), BLOCK_J, pairs)
+        b_other = _read_terms(s_other.index(last), BLOCK_J, pairs)
+        b_start = _larger_bias(b_column, b_other, b_factor)
     mbarrier.wait(s_key_full.index(stage), (num_read // STAGES) & 1)
     if TURNS:
         # The other group has issued its products: while ours run, it weighs.
         mbarrier.wait(s_turn.index(GROUP), (num_turns & 1) ^ (1 - GROUP))
-    b_product = warpgroup_mma(
-        s_own_query, s_key.index(stage).reshape([BLOCK_J, D]).permute([1, 0]), b_zero, use_acc=False, is_async=True
-    )
-    mbarrier.wait(s_value_full.index(last), ((num_read - 1) // STAGES) & 1)
+    s_own_key = s_key.index(stage).reshape([BLOCK_J, D]).permute([1, 0])
+    b_product = warpgroup_mma(s_own_query, s_own_key, b_start, use_acc=HARD, is_async=True)
+    if not HARD:
+        mbarrier.wait(s_value_full.index(last), ((num_read - 1) // STAGES) & 1)
     b_out = warpgroup_mma(b_weight, s_value.index(last).reshape([BLOCK_J, DV]), b_out, is_async=True)
     if TURNS:
         mbarrier.arrive(s_turn.index(1 - GROUP), count=1)
     b_product = warpgroup_mma_wait(1, deps=[b_product])
     mbarrier.arrive(s_key_empty.index(stage), count=1)
     # Only now: measured, pairs are slower if they read them before the product is awaited.
-    b_column = b_zero
-    b_other = b_zero
-    if HAS_LEVEL:
-        b_column = _terms(s_column.index(last).reshape([BLOCK_J]).load(_terms_layout(BLOCK_J)), pairs)
-    if PAIRED:
-        b_other = _terms(s_other.index(last).reshape([BLOCK_J]).load(_terms_layout(BLOCK_J)), pairs)
+    if HAS_LEVEL and not HARD:
+        b_column = _read_terms(s_column.index(last), BLOCK_J, pairs)
+    if PAIRED and not HARD:
+        b_other = _read_terms(s_other.index(last), BLOCK_J, pairs)
     b_new_weight = _weights(
         b_product, b_column, b_other, b_factor, b_reference, o_i, o_j, scale, causal_offset,
         PAIRED, HARD, HAS_LEVEL, MASKED, BLOCK_J, pairs,
@@ -326,21 +387,25 @@ def _attend_block(
 
 
 @gluon.jit
+def _larger_bias(b_column, b_other, b_factor):
+    """Where the product of a hard choice starts from, ``[rows, BLOCK_J]``: only the biases compete."""
+    return gl.maximum(b_column.expand_dims(0), b_factor.expand_dims(1) + b_other.expand_dims(0))
+
+
+@gluon.jit
 def _weights(
     b_product, b_column, b_other, b_factor, b_reference, o_i, o_j, scale, causal_offset,
     PAIRED: gl.constexpr, HARD: gl.constexpr, HAS_LEVEL: gl.constexpr, MASKED: gl.constexpr, BLOCK_J: gl.constexpr,
     pairs: gl.constexpr,
 ):  # fmt: skip
-    """Of one block of keys. ``factor`` of a row is ``alpha``, or how far the second component exceeds the first there
-    if the choice is hard."""
-    if PAIRED and HARD:
-        # Only the biases compete.
-        b_bias = gl.maximum(b_column.expand_dims(0), b_factor.expand_dims(1) + b_other.expand_dims(0))
+    """Of one block of keys. ``factor`` of a row is ``alpha``. (If the choice is hard, products hold the bias.)"""
+    if HARD:
+        b_logit = b_product * scale
     elif HAS_LEVEL:
-        b_bias = b_column.expand_dims(0)
+        b_logit = b_product * scale + b_column.expand_dims(0)
     else:
-        b_bias = -b_reference.expand_dims(1)
-    b_weight = gl.exp2(b_product * scale + b_bias)
+        b_logit = b_product * scale - b_reference.expand_dims(1)
+    b_weight = gl.exp2(b_logit)
     if PAIRED and not HARD:
         b_weight = b_weight + b_weight * (b_factor.expand_dims(1) * b_other.expand_dims(0))
     if MASKED:
@@ -356,16 +421,28 @@ def _sees(o_i, o_j, causal_offset, BLOCK_J: gl.constexpr, pairs: gl.constexpr):
 
 
 @gluon.jit
+def _shift_of(p_shift, width, D: gl.constexpr, layout: gl.constexpr):
+    o_d = gl.arange(0, D, layout)
+    return gl.load(p_shift + o_d, mask=o_d < width, other=0.0)
+
+
+@gluon.jit
+def _shifted_origin(p_shift, p_origin, width, D: gl.constexpr):
+    """``origin . shift``."""
+    layout: gl.constexpr = gl.BlockedLayout([D // 32], [32], [4], [0])
+    return gl.sum(gl.load(p_origin + gl.arange(0, D, layout)) * _shift_of(p_shift, width, D, layout), 0)
+
+
+@gluon.jit
 def _row_terms(
-    s_own_query, p_row, p_alpha, p_wide, p_shift, p_origin, i_kv, o_i, scale, padded_queries, width, largest_ratio,
-    HARD: gl.constexpr, HAS_ORIGIN: gl.constexpr, D: gl.constexpr, rows: gl.constexpr,
+    s_own_query, b_first_shift, b_second_shift, b_first_origin, b_second_origin, p_row, p_alpha, p_wide, i_kv, o_i,
+    scale, padded_queries, largest_ratio, HARD: gl.constexpr, queries: gl.constexpr, rows: gl.constexpr,
 ):  # fmt: skip
-    """Of a pair, ``scale (q_i - origin) . shift_r``: the first, and ``alpha``, or how far the second exceeds it if the
-    choice is hard. Both rows and ``alpha`` are kept for repair and backward."""
-    queries: gl.constexpr = _product_layout(D)
+    """Of a pair, ``scale (q_i - origin) . shift_r``: the first, and ``alpha``; or if the choice is hard how far the
+    second exceeds it, before it is scaled. Both rows and ``alpha`` are kept for repair and backward."""
     b_query = s_own_query.load(queries).to(gl.float32)
-    b_first = _row_term(b_query, p_shift, p_origin, i_kv, scale, width, HAS_ORIGIN, D, queries)
-    b_second = _row_term(b_query, p_shift + width, p_origin, i_kv, scale, width, HAS_ORIGIN, D, queries)
+    b_first = (gl.sum(b_query * b_first_shift.expand_dims(0), 1) - b_first_origin) * scale
+    b_second = (gl.sum(b_query * b_second_shift.expand_dims(0), 1) - b_second_origin) * scale
     b_first = gl.convert_layout(b_first, rows, assert_trivial=True)
     b_second = gl.convert_layout(b_second, rows, assert_trivial=True)
     b_factor = b_second - b_first
@@ -376,21 +453,7 @@ def _row_terms(
     gl.store(p_row + o_row, b_first)
     gl.store(p_row + padded_queries + o_row, b_second)
     gl.store(p_alpha + o_row, b_factor)
-    return b_first, b_factor
-
-
-@gluon.jit
-def _row_term(
-    b_query, p_shift, p_origin, i_kv, scale, width, HAS_ORIGIN: gl.constexpr, D: gl.constexpr, queries: gl.constexpr
-):
-    o_d = gl.arange(0, D, gl.SliceLayout(0, queries))
-    b_shift = gl.load(p_shift + o_d, mask=o_d < width, other=0.0)
-    b_row = gl.sum(b_query * b_shift.expand_dims(0), 1)
-    if HAS_ORIGIN:
-        o_d = gl.arange(0, D, gl.BlockedLayout([D // 32], [32], [4], [0]))
-        b_shift = gl.load(p_shift + o_d, mask=o_d < width, other=0.0)
-        b_row -= gl.sum(gl.load(p_origin + i_kv * D + o_d) * b_shift, 0)
-    return b_row * scale
+    return b_first, b_factor / scale if HARD else b_factor
 
 
 @gluon.jit
@@ -414,12 +477,7 @@ def _terms_layout(count):
 
 
 @gluon.jit
-def _offsets(COUNT: gl.constexpr):
-    return gl.arange(0, COUNT, _terms_layout(COUNT))
-
-
-@gluon.jit
-def _terms(b_lying, pairs: gl.constexpr):
-    """Terms that have been read in the order in which they lie, as those of the columns of a product: the same
-    registers."""
-    return gl.convert_layout(in_order(b_lying), gl.SliceLayout(0, pairs), assert_trivial=True)
+def _read_terms(s_terms, COUNT: gl.constexpr, pairs: gl.constexpr):
+    """Of the columns of a product: a thread reads those that it holds, and keeps them where they are."""
+    b_terms = in_order(s_terms.reshape([COUNT]).load(_terms_layout(COUNT)))
+    return gl.convert_layout(b_terms, gl.SliceLayout(0, pairs), assert_trivial=True)
