@@ -11,10 +11,13 @@ from triton_cases import (
     FLOAT16,
     HALF,
     INTERPRETED,
+    PARAMETER_CAP,
     attend,
     check,
     error_of,
     exactly,
+    expected_with_gradients,
+    gradient_errors,
     gradients_of,
     make_inputs,
     random_grad,
@@ -171,6 +174,18 @@ def test_rows_that_leave_the_format_are_repaired(kind, scale, device):
     expected = mgk.mixture_attention(**exactly(inputs), backend="reference")
     error = error_of(attend(inputs), expected)
     assert error <= 1.2 * error_of(without_roles(lambda: attend(inputs)), expected) + 1e-3
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_tie_shares_the_gradient(is_causal, device, started):
+    """G3, though rows are made by this kernel."""
+    inputs = make_inputs(**PAIR, assignment="hard", is_causal=is_causal, queries=300, dim=128, device=device)
+    inputs["shift"].select(1, 0).copy_(inputs["shift"].select(1, 1))
+    grad = random_grad(inputs)
+    _, got = gradients_of(inputs, grad)
+    assert "attention_forward_wide" in started
+    _, expected = expected_with_gradients(inputs, grad)
+    assert max(gradient_errors(got, expected).values()) <= PARAMETER_CAP[HALF]
 
 
 def test_one_long_sequence(device, started):

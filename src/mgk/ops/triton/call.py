@@ -90,9 +90,10 @@ class TermsLayout:
             "column": kv_heads * self.components * self.padded_keys if self.has_column else 0,
             "rho": kv_heads * self.padded_keys if self.paired else 0,
             "origin": kv_heads * self.block_d if self.has_origin else 0,
+            "scaled": kv_heads * 2 * self.padded_keys if self.from_bias else 0,
+            # A number for each head, so last: the copy engine wants the others to begin at multiples of 16 bytes.
             "wide": kv_heads if self.factored else 0,
             "level": kv_heads if self.has_level else 0,
-            "scaled": kv_heads * 2 * self.padded_keys if self.from_bias else 0,
         }
 
 
@@ -156,7 +157,7 @@ class Call(TermsLayout):
         sizes = self.sizes()
         self.terms = self.new(sum(sizes.values())) if saved is None else saved
         parts = dict(zip(sizes, self.terms.split(list(sizes.values())), strict=True))
-        self.row, self.alpha, self.column, self.rho, self.origin, self.wide, self.level, self.scaled = (
+        self.row, self.alpha, self.column, self.rho, self.origin, self.scaled, self.wide, self.level = (
             part if part.numel() else None for part in parts.values()
         )
 

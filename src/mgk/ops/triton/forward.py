@@ -92,11 +92,13 @@ def attention_forward(
     b_gap = tl.zeros([BLOCK_I], tl.float32)
     if PAIRED:
         # The query is here already: its row terms are made on the way, and kept for repair and backward.
-        b_first_row = row_term(b_query, p_shift, p_origin, i_kv_head, i_kv, 0, scale, width, M, HAS_ORIGIN, D)
-        b_second_row = row_term(b_query, p_shift, p_origin, i_kv_head, i_kv, 1, scale, width, M, HAS_ORIGIN, D)
-        b_gap = b_second_row - b_first_row
+        b_first = row_term(b_query, p_shift, p_origin, i_kv_head, i_kv, 0, width, M, HAS_ORIGIN, D)
+        b_second = row_term(b_query, p_shift, p_origin, i_kv_head, i_kv, 1, width, M, HAS_ORIGIN, D)
+        # Scaled last: the compiler would round one of the two products and not the other, and no tie were one.
+        b_gap = (b_second - b_first) * scale
+        b_first_row = b_first * scale
         tl.store(p_row + place(o_i), b_first_row)
-        tl.store(p_row + padded_queries + place(o_i), b_second_row)
+        tl.store(p_row + padded_queries + place(o_i), b_second * scale)
         p_alpha += i_head.to(tl.int64) * padded_queries
         if HARD:
             tl.store(p_alpha + place(o_i), b_gap)

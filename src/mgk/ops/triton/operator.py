@@ -133,7 +133,7 @@ def run_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     def zeroed() -> tuple[int, int, int] | None:
         layout = TermsLayout(query, key, shift, log_prior, None, others[2], options[1], options[3])
         sizes = layout.sizes()
-        first = sum(sizes[name] for name in ("row", "alpha", "column", "rho", "origin"))
+        first = sum(list(sizes.values())[: list(sizes).index("wide")])
         return (2, first, first + sizes["wide"]) if layout.factored else None
 
     tensors = (*mixture, *added)

@@ -163,16 +163,16 @@ def is_visible(
 
 @triton.jit
 def row_term(
-    b_query, p_shift, p_origin, i_kv_head, i_kv, i_component, scale, width,
+    b_query, p_shift, p_origin, i_kv_head, i_kv, i_component, width,
     M: tl.constexpr, HAS_ORIGIN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """``scale (q_i - origin) . shift_r``, ``[rows]``."""
+    """``(q_i - origin) . shift_r``, ``[rows]``."""
     o_d = tl.arange(0, D)
     b_shift = tl.load(p_shift + (i_kv_head * M + i_component) * width + o_d, mask=o_d < width, other=0.0)
     b_row = tl.sum(b_query.to(tl.float32) * b_shift[None, :], 1)
     if HAS_ORIGIN:
         b_row -= tl.sum(tl.load(p_origin + i_kv.to(tl.int64) * D + o_d) * b_shift, 0)
-    return b_row * scale
+    return b_row
 
 
 @triton.jit

@@ -441,19 +441,21 @@ def _row_terms(
     """Of a pair, ``scale (q_i - origin) . shift_r``: the first, and ``alpha``; or if the choice is hard how far the
     second exceeds it, before it is scaled. Both rows and ``alpha`` are kept for repair and backward."""
     b_query = s_own_query.load(queries).to(gl.float32)
-    b_first = (gl.sum(b_query * b_first_shift.expand_dims(0), 1) - b_first_origin) * scale
-    b_second = (gl.sum(b_query * b_second_shift.expand_dims(0), 1) - b_second_origin) * scale
+    b_first = gl.sum(b_query * b_first_shift.expand_dims(0), 1) - b_first_origin
+    b_second = gl.sum(b_query * b_second_shift.expand_dims(0), 1) - b_second_origin
     b_first = gl.convert_layout(b_first, rows, assert_trivial=True)
     b_second = gl.convert_layout(b_second, rows, assert_trivial=True)
+    # Scaled last, so that a tie is one.
     b_factor = b_second - b_first
+    b_alpha = b_factor * scale
     if not HARD:
-        b_factor = safe_ratio(b_factor, largest_ratio)
-        mark_wide(p_wide, i_kv, b_factor)
+        b_alpha = safe_ratio(b_alpha, largest_ratio)
+        mark_wide(p_wide, i_kv, b_alpha)
     o_row = place(o_i)
-    gl.store(p_row + o_row, b_first)
-    gl.store(p_row + padded_queries + o_row, b_second)
-    gl.store(p_alpha + o_row, b_factor)
-    return b_first, b_factor / scale if HARD else b_factor
+    gl.store(p_row + o_row, b_first * scale)
+    gl.store(p_row + padded_queries + o_row, b_second * scale)
+    gl.store(p_alpha + o_row, b_alpha)
+    return b_first * scale, b_factor if HARD else b_alpha
 
 
 @gluon.jit
