@@ -5,7 +5,7 @@ multiprocessor has registers for two warp groups of queries and no more, and wha
 waits for a copy, and a group weighs the pairs of one block while its product of the last block's weights and values
 still runs. Triton's compiler has no such overlap; in Gluon, the language below it, a product is issued and awaited
 where that is written. A program takes tile after tile (128 queries of a head, the two groups one half each): the next
-one's queries come while the last one's output leaves.
+one's queries come while the last one's output leaves. Under causality a long tile and a short one make a pair.
 
 Shared memory is handed over by barriers: ``full`` when it can be read, ``empty`` when both groups have read it. Every
 handover of a stage flips its barrier's phase. Names as in :mod:`mgk.ops.triton.tiles`; ``s_`` is shared memory.
