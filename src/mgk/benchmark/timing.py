@@ -91,7 +91,8 @@ class StreamClock:
     Args:
         device: a GPU.
         isolated: time the kernels of one call and nothing else: the cache is filled with something else before, and the
-            GPU is held up until the host has queued them all. Otherwise calls follow each other as they do in a training loop.
+            GPU is held up until the host has queued them all. Otherwise calls follow each other as they do in a
+            training loop.
         calls: how many one sample is the mean of.
     """
 
