@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 
 import mgk
-from mgk.ops.triton import forward, launch, tuning
+from mgk.ops.triton import call, forward, launch, tuning
 
 HALF = torch.bfloat16
 
@@ -229,3 +229,19 @@ def test_programs_of_wide_heads_have_as_much_to_do(rows, blocks, section, monkey
     found = tiles_of(monkeypatch, rows, blocks, section, 132)
     work = [sum(count for *_, count in tiles) for tiles in found]
     assert max(work) <= sum(work) / 132 + blocks + 1
+
+
+@pytest.mark.parametrize("assignment", ["soft", "hard"])
+def test_terms_begin_where_the_copy_engine_can_read_them(assignment):
+    """At multiples of 16 bytes, however many heads there are."""
+    inputs = make_inputs(
+        kind="shifted", assignment=assignment, dtype=HALF, device="cpu", batch=3, heads=7, queries=70, dim=128
+    )
+    key = inputs["key"][:, :, None]
+    sizes = call.TermsLayout(
+        inputs["query"], key, inputs["shift"], None, None, None, True, assignment == "hard"
+    ).sizes()  # fmt: skip
+    offsets = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
+    copied = [name for name in ("column", "rho", "scaled") if sizes[name]]
+    assert len(copied) == (3 if assignment == "hard" else 2)
+    assert all(offsets[name] * 4 % 16 == 0 for name in copied)
