@@ -196,8 +196,9 @@ def test_shapes_are_known_without_computing():
         assert counter.get_total_flops() == 4 * 2 * (4 * 70 + 2 * 70) * 8 * 17
 
 
-def tiles_of(monkeypatch, rows, blocks, section, programs, is_causal=True):
-    """Rows and blocks of the tiles of each program, in order, as the kernel for wide heads would find them."""
+def tiles_of(monkeypatch, rows, blocks, section, programs, is_causal=True, earlier=0):
+    """Rows and blocks of the tiles of each program, in order, as the kernel for wide heads would find them. There are
+    so many ``earlier`` blocks of keys."""
     from mgk.ops.triton import wide_forward
 
     found = []
@@ -206,21 +207,22 @@ def tiles_of(monkeypatch, rows, blocks, section, programs, is_causal=True):
     for program in range(programs):
         known = {"program_id": lambda axis, program=program: program, "num_programs": lambda axis: programs}
         monkeypatch.setattr(wide_forward, "gl", SimpleNamespace(**numbers, **known))
-        sizes = (rows * blocks, rows, 1, 128 * blocks, 128 * blocks, rows, blocks, section, is_causal, 128)
+        sizes = (rows * blocks, rows, 1, 128 * blocks, 128 * (blocks + earlier), rows, blocks, section, is_causal, 128)
         own = range(wide_forward._count_tiles.fn(rows * blocks, is_causal))
         found.append([wide_forward._find_tile.fn(i_own, *sizes) for i_own in own])
     return found
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("is_causal", "earlier"), [(True, 0), (True, 2), (False, 0), (False, 1)])
 @pytest.mark.parametrize("section", [1, 3, 16, 64])
 @pytest.mark.parametrize(("rows", "blocks"), [(64, 32), (7, 9), (21, 9), (5, 3), (1, 1), (2, 512), (1, 133), (3, 88)])
-def test_every_tile_of_wide_heads_has_one_program(rows, blocks, section, is_causal, monkeypatch):
-    found = tiles_of(monkeypatch, rows, blocks, section, min(132, rows * blocks), is_causal)
+def test_every_tile_of_wide_heads_has_one_program(rows, blocks, section, is_causal, earlier, monkeypatch):
+    found = tiles_of(monkeypatch, rows, blocks, section, min(132, rows * blocks), is_causal, earlier)
     places = [(head, block) for tiles in found for _, head, _, block, _, _ in tiles]
     assert sorted(places) == [(head, block) for head in range(rows) for block in range(blocks)]
     for _, _, _, block, full, count in itertools.chain(*found):
-        assert (full, count) == ((block, block + 1) if is_causal else (blocks, blocks))
+        seen = block + earlier if is_causal else blocks + earlier
+        assert (full, count) == (seen, seen + is_causal)
 
 
 @pytest.mark.parametrize(("rows", "blocks", "section"), [(64, 32, 16), (64, 32, 64), (2, 512, 1), (32, 128, 4)])
@@ -242,6 +244,6 @@ def test_terms_begin_where_the_copy_engine_can_read_them(assignment):
         inputs["query"], key, inputs["shift"], None, None, None, True, assignment == "hard"
     ).sizes()  # fmt: skip
     offsets = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
-    copied = [name for name in ("column", "rho", "scaled") if sizes[name]]
+    copied = [name for name in ("column", "rho", "unscaled") if sizes[name]]
     assert len(copied) == (3 if assignment == "hard" else 2)
     assert all(offsets[name] * 4 % 16 == 0 for name in copied)

@@ -12,6 +12,7 @@ from triton_cases import (
     PARAMETER_CAP,
     PLAIN,
     attend,
+    error_of,
     expected_with_gradients,
     gradient_errors,
     gradients_of,
@@ -104,6 +105,21 @@ def test_some_components_tie(kind, components, device):
     _, got = gradients_of(inputs, grad)
     _, expected = expected_with_gradients(inputs, grad)
     assert max(gradient_errors(got, expected).values()) <= PARAMETER_CAP[ONE_DTYPE]
+
+
+@pytest.mark.parametrize(("distance", "cap"), [(3.0, 1e-5), (10.0, 5e-5), (30.0, 5e-4)])
+@pytest.mark.parametrize("far", [0, 1])
+def test_a_component_far_away_gets_no_noise(far, distance, cap, device):
+    """What never wins has no gradient, and the rounding of the other's does not pass for one."""
+    inputs = hard_case("shifted", 2, FLOAT32, device)
+    inputs["shift"][:, far] += distance
+    grad = random_grad(inputs)
+    _, got = gradients_of(inputs, grad)
+    _, expected = expected_with_gradients(inputs, grad)
+    assert error_of(got["query"], expected["query"]) <= cap
+    if distance > 3 and far == 0:
+        assert (expected["shift"][:, far] == 0).all()
+        assert (got["shift"][:, far] == 0).all()
 
 
 SHIFTED = {"kind": "shifted", "variance": "component"}

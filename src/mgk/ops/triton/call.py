@@ -90,7 +90,7 @@ class TermsLayout:
             "column": kv_heads * self.components * self.padded_keys if self.has_column else 0,
             "rho": kv_heads * self.padded_keys if self.paired else 0,
             "origin": kv_heads * self.block_d if self.has_origin else 0,
-            "scaled": kv_heads * 2 * self.padded_keys if self.from_bias else 0,
+            "unscaled": kv_heads * 2 * self.padded_keys if self.from_bias else 0,
             # A number for each head, so last: the copy engine wants the others to begin at multiples of 16 bytes.
             "wide": kv_heads if self.factored else 0,
             "level": kv_heads if self.has_level else 0,
@@ -157,7 +157,7 @@ class Call(TermsLayout):
         sizes = self.sizes()
         self.terms = self.new(sum(sizes.values())) if saved is None else saved
         parts = dict(zip(sizes, self.terms.split(list(sizes.values())), strict=True))
-        self.row, self.alpha, self.column, self.rho, self.origin, self.scaled, self.wide, self.level = (
+        self.row, self.alpha, self.column, self.rho, self.origin, self.unscaled, self.wide, self.level = (
             part if part.numel() else None for part in parts.values()
         )
 
@@ -184,7 +184,7 @@ class Call(TermsLayout):
             (
                 self.query, self.key, self.shift, prior, self.scales, self.origin,
                 None if key_mask is None else key_mask.contiguous(), self.query_range, self.key_range, self.row,
-                self.alpha, self.column, self.rho, self.scaled, self.wide, self.level, *self.query.stride()[:3],
+                self.alpha, self.column, self.rho, self.unscaled, self.wide, self.level, *self.query.stride()[:3],
                 *self.key.stride()[:3],
                 *prior_strides, self.scale, self.limits.ratio, self.limits.level, self.heads,
                 self.heads // self.kv_heads, self.queries,

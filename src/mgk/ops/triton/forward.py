@@ -42,7 +42,7 @@ MOST_ROWS_TOGETHER = tl.constexpr(1024)
 
 @triton.jit(do_not_specialize=VARYING_WITH_WIDTH, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def attention_forward(
-    d_query, d_key, d_value, d_out, p_row, p_column, p_alpha, p_rho, p_scaled, p_wide, p_level, p_scale, p_shift,
+    d_query, d_key, d_value, d_out, p_row, p_column, p_alpha, p_rho, p_unscaled, p_wide, p_level, p_scale, p_shift,
     p_origin, p_normaliser,
     p_mask, p_key_range, p_query_range, p_spans, p_row_key, p_column_key, stride_mask_batch, stride_mask_head,
     stride_mask_row, stride_mask_column, rows_per_span,
@@ -76,7 +76,7 @@ def attention_forward(
     if PAIRED:
         p_rho += i_kv.to(tl.int64) * padded_keys
     if FROM_BIAS:
-        p_scaled += i_kv.to(tl.int64) * 2 * padded_keys
+        p_unscaled += i_kv.to(tl.int64) * 2 * padded_keys
     if HAS_MASK:
         p_mask += i_batch.to(tl.int64) * stride_mask_batch + i_query_head.to(tl.int64) * stride_mask_head
     if not EQUAL:
@@ -103,7 +103,7 @@ def attention_forward(
         if HARD:
             tl.store(p_alpha + place(o_i), b_gap)
             if FROM_BIAS:
-                b_gap = b_gap / scale
+                b_gap = b_second - b_first
         else:
             b_alpha = safe_ratio(b_gap, largest_ratio)
             mark_wide(p_wide, i_kv, b_alpha)
@@ -132,7 +132,7 @@ def attention_forward(
     for o_j in tl.range(first_key, end_full, BLOCK_J):
         b_out, b_sum = _attend(
             b_out, b_sum, b_reference, b_query, b_gap, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_columns,
-            p_rho, p_scaled, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold,
+            p_rho, p_unscaled, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold,
             stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
             M, SHARED, PAIRED, JOINED, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, HAS_LEVEL, FROM_BIAS, DROPOUT,
             PRECISION, WAITS, DIRECT, BLOCK_J, D, DV,
@@ -143,7 +143,7 @@ def attention_forward(
         for o_j in tl.range(end_full, end_key, BLOCK_J):
             b_out, b_sum = _attend(
                 b_out, b_sum, b_reference, b_query, b_gap, b_alpha, b_row_key, d_key, d_value, p_row, p_column,
-                p_columns, p_rho, p_scaled, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale,
+                p_columns, p_rho, p_unscaled, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale,
                 threshold, stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys, padded_queries,
                 padded_keys,
                 M, SHARED, PAIRED, JOINED, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, HAS_LEVEL, FROM_BIAS,
@@ -338,7 +338,7 @@ def _joined_logit(
 @triton.jit
 def _attend(
     b_out, b_sum, b_reference, b_query, b_gap, b_alpha, b_row_key, d_key, d_value, p_row, p_column, p_columns, p_rho,
-    p_scaled, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row,
+    p_unscaled, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale, threshold, stride_mask_row,
     stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
     M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, JOINED: tl.constexpr, HARD: tl.constexpr,
     HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
@@ -349,8 +349,8 @@ def _attend(
     o_columns = o_j + tl.arange(0, BLOCK_J)
     if FROM_BIAS:
         # Only the biases compete. They do so while products of the last block run, and the product is added to them.
-        b_second = b_gap[:, None] + load_terms(p_scaled + padded_keys, o_j, BLOCK_J)[None, :]
-        b_bias = tl.maximum(load_terms(p_scaled, o_j, BLOCK_J)[None, :], b_second)
+        b_second = b_gap[:, None] + load_terms(p_unscaled + padded_keys, o_j, BLOCK_J)[None, :]
+        b_bias = tl.maximum(load_terms(p_unscaled, o_j, BLOCK_J)[None, :], b_second)
         b_key = load_tile(d_key, i_batch, i_kv_head, o_j, BLOCK_J, D)
         b_weight = tl.math.exp2(tl.dot(b_query, b_key.T, b_bias, input_precision=PRECISION) * scale)
     elif PAIRED:

@@ -63,7 +63,7 @@ def launch(
         programs: the size of the grid, which has one axis.
         arguments: those that are not compile-time constants, in order.
         options: the compile-time constants, which come last in the kernel; it takes those it names.
-        tile: warps, stages and registers.
+        tile: warps, stages, registers, and whether it is launched early.
         variants: compile-time constants that replace some of ``options``.
     """
     if programs == 0:

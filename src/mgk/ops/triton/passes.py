@@ -91,7 +91,7 @@ def forward_pass(
                 (
                     descriptor(call.query, tile.rows), descriptor(call.key, tile.columns, 2 if call.joined else 1),
                     descriptor(values, tile.columns), descriptor(out, tile.rows), call.row, call.column, call.alpha,
-                    call.rho, call.scaled, call.wide, call.level, call.scales, call.shift, call.origin, normaliser,
+                    call.rho, call.unscaled, call.wide, call.level, call.scales, call.shift, call.origin, normaliser,
                     *masks, *strides, *scalars, *sizes, blocks, call.width, *call.limits[:4],
                 ),
                 {**call.options, **widths, "PAIRED": call.paired, "JOINED": call.joined,
@@ -131,7 +131,8 @@ def _forward_with_roles(
     assert (tile.rows, tile.warps) == (TILE_ROWS.value, 4)
     assert call.padding % tile.columns == 0, "blocks of terms are whole"
     # To add products to the larger bias, a hard choice takes both columns as they are before they are scaled.
-    column, other = (call.scaled, call.scaled) if call.from_bias else (call.column, call.rho)
+    assert call.from_bias == (call.hard and call.paired)
+    column, other = (call.unscaled, call.unscaled) if call.from_bias else (call.column, call.rho)
     blocks = count_blocks(call.queries, tile.rows)
     rows = call.batch * call.heads
     section = tuning.heads_in_section(call.keys, sum(widths.values()) * call.dtype.itemsize)

@@ -19,7 +19,7 @@ from mgk.ops.triton.tiles import HEAD_NUMBERS, VARYING, finite, load_rows, mark_
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def logit_terms(
     p_query, p_key, p_shift, p_prior, p_scale, p_origin, p_key_mask, p_query_range, p_key_range, p_row, p_alpha,
-    p_column, p_rho, p_scaled, p_wide, p_level, stride_query_batch, stride_query_head, stride_query_token,
+    p_column, p_rho, p_unscaled, p_wide, p_level, stride_query_batch, stride_query_head, stride_query_token,
     stride_key_batch, stride_key_head, stride_key_token, stride_prior_head, stride_prior_component,
     stride_prior_token, scale, limit, largest_level,
     num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_row_programs, blocks_together,
@@ -96,7 +96,7 @@ def logit_terms(
                 )  # fmt: skip
         elif HAS_COLUMN:
             _column_terms(
-                p_key, b_origin, b_level, p_shift, p_prior, p_scale, p_key_mask, p_column, p_rho, p_scaled, p_wide,
+                p_key, b_origin, b_level, p_shift, p_prior, p_scale, p_key_mask, p_column, p_rho, p_unscaled, p_wide,
                 i_batch, i_kv_head, i_kv, o_first, stride_key_batch, stride_key_head, stride_key_token,
                 stride_prior_head, stride_prior_component, stride_prior_token, scale, limit, num_keys, padded_keys,
                 width,
@@ -106,7 +106,7 @@ def logit_terms(
 
 @triton.jit
 def _column_terms(
-    p_key, b_origin, b_level, p_shift, p_prior, p_scale, p_key_mask, p_column, p_rho, p_scaled, p_wide, i_batch,
+    p_key, b_origin, b_level, p_shift, p_prior, p_scale, p_key_mask, p_column, p_rho, p_unscaled, p_wide, i_batch,
     i_kv_head, i_kv, o_first,
     stride_batch, stride_head, stride_token, stride_prior_head, stride_prior_component, stride_prior_token, scale,
     limit, num_keys, padded_keys, width,
@@ -116,7 +116,7 @@ def _column_terms(
 ):  # fmt: skip
     """``column [B, Hkv, M, padded]``, -inf at masked keys and beyond the end, and ``rho`` of a pair: by what factor the
     second component weighs more, or how far the first lies above it if the choice is hard. ``FROM_BIAS``: and
-    ``scaled``, columns to which products may be added before they are scaled."""
+    ``unscaled``, columns to which products may be added before they are scaled."""
     o_j = o_first + tl.arange(0, BLOCK)
     o_d = tl.arange(0, D)
     b_valid = o_j < num_keys
@@ -153,7 +153,7 @@ def _column_terms(
         tl.store(p_column + o_own, b_column)
         if FROM_BIAS:
             # Many threads hold the same column: to divide each would take them long.
-            tl.store(p_scaled + o_own, b_column * inverse)
+            tl.store(p_unscaled + o_own, b_column * inverse)
         if PAIRED:
             if r == 0:
                 b_first = b_column
@@ -173,7 +173,7 @@ def _row_terms(
     M: tl.constexpr, FACTORED: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_ORIGIN: tl.constexpr, EQUAL: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """``row [B, H, M, padded]`` and ``alpha`` of a pair. (If the choice is hard, the forward kernel makes them.)"""
+    """``row [B, H, M, padded]`` and ``alpha`` of a pair, which the forward kernel makes itself."""
     o_i = o_first + tl.arange(0, BLOCK)
     o_d = tl.arange(0, D)
     b_norm = tl.zeros([BLOCK], tl.float32)

@@ -126,8 +126,11 @@ def attention_backward_query(
             b_other += tl.where(b_reference == float("inf"), 0.0, b_total)
         # Rows beyond the end have no gradient, but what stands for their query is not zero once it is moved.
         b_other = tl.where(m_i, b_other, 0.0)
-        b_first = b_other if HARD else b_grad_row
-        b_second = b_grad_row if HARD else b_other
+        # Logits of the second are the first's and more, and less exact where that is much. Then rows add up to a little
+        # more or less than they should, which in fp32 would show if it went to a first that has nothing.
+        SECOND: tl.constexpr = HARD and b_query.dtype != tl.float32
+        b_first = b_other if SECOND else b_grad_row
+        b_second = b_grad_row if SECOND else b_other
         b_shift = tl.load(p_shift + i_kv_head * M * width + o_d, mask=o_d < width, other=0.0)
         b_grad_query += b_first[:, None] * b_shift[None, :]
         b_shift = tl.load(p_shift + (i_kv_head * M + 1) * width + o_d, mask=o_d < width, other=0.0)
@@ -208,8 +211,13 @@ def _gather_query(
         else:
             b_grad_logit = b_first + b_first * (b_alpha[:, None] * load_terms(p_rho, o_first, BLOCK_J)[None, :])
         b_grad_query = tl.dot(b_grad_logit.to(b_key.dtype), b_key, b_grad_query, input_precision=PRECISION)
-        # What the first component has of it; if the choice is hard, the second.
-        b_grad_row += partial_products(b_grad_logit, b_share) if HARD else partial_sums(b_first)
+        # What the first component has of it; of a hard choice in half precision the second, which is less work.
+        if not HARD:
+            b_grad_row += partial_sums(b_first)
+        elif b_query.dtype == tl.float32:
+            b_grad_row += partial_products(b_grad_logit, 1.0 - b_share)
+        else:
+            b_grad_row += partial_products(b_grad_logit, b_share)
     elif HARD and M == 2:
         b_first_key = load_tile(d_key, i_batch, i_kv_head if SHARED else i_kv_head * M, o_first, BLOCK_J, D)
         b_second_key = load_tile(d_key, i_batch, i_kv_head if SHARED else i_kv_head * M + 1, o_first, BLOCK_J, D)

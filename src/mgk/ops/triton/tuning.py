@@ -35,7 +35,8 @@ class Tile(NamedTuple):
     turns: bool = False
     """with roles: those who multiply do it in turn"""
     early: bool = False
-    """with roles: launched before the kernel that makes the terms ends, for which it waits itself"""
+    """with roles: launched before the kernel that makes the terms ends, for which it waits itself; not in the table:
+    :mod:`mgk.ops.triton.passes` knows whether there are terms"""
 
     def settings(self) -> dict[str, int | None]:
         """What Triton calls them."""
