@@ -1,7 +1,6 @@
 """Which fused kernels a call of the library starts, on a machine where none can run: nothing is computed here."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -194,43 +193,6 @@ def test_shapes_are_known_without_computing():
         assert [gradient.shape for gradient in gradients[:3]] == [query.shape, key.shape, value.shape]
         assert (gradients[3].numel(), gradients[4].shape) == (0, prior.shape)
         assert counter.get_total_flops() == 4 * 2 * (4 * 70 + 2 * 70) * 8 * 17
-
-
-def tiles_of(monkeypatch, rows, blocks, section, programs, is_causal=True, earlier=0):
-    """Rows and blocks of the tiles of each program, in order, as the kernel for wide heads would find them. There are
-    so many ``earlier`` blocks of keys."""
-    from mgk.ops.triton import wide_forward
-
-    found = []
-    numbers = {"where": lambda condition, first, second: first if condition else second, "minimum": min}
-    monkeypatch.setattr(wide_forward, "TILE_ROWS", 128)
-    for program in range(programs):
-        known = {"program_id": lambda axis, program=program: program, "num_programs": lambda axis: programs}
-        monkeypatch.setattr(wide_forward, "gl", SimpleNamespace(**numbers, **known))
-        sizes = (rows * blocks, rows, 1, 128 * blocks, 128 * (blocks + earlier), rows, blocks, section, is_causal, 128)
-        own = range(wide_forward._count_tiles.fn(rows * blocks, is_causal))
-        found.append([wide_forward._find_tile.fn(i_own, *sizes) for i_own in own])
-    return found
-
-
-@pytest.mark.parametrize(("is_causal", "earlier"), [(True, 0), (True, 2), (False, 0), (False, 1)])
-@pytest.mark.parametrize("section", [1, 3, 16, 64])
-@pytest.mark.parametrize(("rows", "blocks"), [(64, 32), (7, 9), (21, 9), (5, 3), (1, 1), (2, 512), (1, 133), (3, 88)])
-def test_every_tile_of_wide_heads_has_one_program(rows, blocks, section, is_causal, earlier, monkeypatch):
-    found = tiles_of(monkeypatch, rows, blocks, section, min(132, rows * blocks), is_causal, earlier)
-    places = [(head, block) for tiles in found for _, head, _, block, _, _ in tiles]
-    assert sorted(places) == [(head, block) for head in range(rows) for block in range(blocks)]
-    for _, _, _, block, full, count in itertools.chain(*found):
-        seen = block + earlier if is_causal else blocks + earlier
-        assert (full, count) == (seen, seen + is_causal)
-
-
-@pytest.mark.parametrize(("rows", "blocks", "section"), [(64, 32, 16), (64, 32, 64), (2, 512, 1), (32, 128, 4)])
-def test_programs_of_wide_heads_have_as_much_to_do(rows, blocks, section, monkeypatch):
-    """Under causality: at most a pair of tiles more than the mean."""
-    found = tiles_of(monkeypatch, rows, blocks, section, 132)
-    work = [sum(count for *_, count in tiles) for tiles in found]
-    assert max(work) <= sum(work) / 132 + blocks + 1
 
 
 @pytest.mark.parametrize("assignment", ["soft", "hard"])

@@ -107,7 +107,7 @@ class StreamClock:
 
     def __init__(self, device: torch.device, *, isolated: bool = True, calls: int = 1) -> None:
         self.device, self.isolated, self.calls = device, isolated, calls
-        self._other = torch.zeros(self.CACHE_BYTES // 4 if isolated else 1, dtype=torch.int32, device=device)
+        self._filler = torch.zeros(self.CACHE_BYTES // 4 if isolated else 0, dtype=torch.int32, device=device)
 
     def host(self, candidate: Candidate) -> float:
         with candidate.context():
@@ -126,7 +126,7 @@ class StreamClock:
         with candidate.context():
             if self.isolated:
                 # Read, not written: what was written would leave the cache at the expense of the first kernel.
-                self._other.amax()
+                self._filler.amax()
                 hold = min(0.2 + 2.0 * (host_ms or 0.0), self.LONGEST_HOLD_MS)
                 torch.cuda._sleep(int(hold * self.CYCLES_PER_MS))
             else:

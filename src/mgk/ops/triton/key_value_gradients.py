@@ -127,15 +127,12 @@ def attention_backward_key_value(
 
         b_sum = tl.sum(b_sum, 1)
         b_both_sum = tl.sum(b_both_sum, 1)
-        b_second_sum = b_both_sum - b_sum
         if PAIRED and HARD and b_key.dtype != tl.float32:
             # The loop has added up what the second component has.
-            b_second_sum = b_sum
-            b_sum = b_both_sum - b_second_sum
+            b_sum = b_both_sum - b_sum
         if DROPOUT:
             b_grad_key *= keep_scale
             b_sum *= keep_scale
-            b_second_sum *= keep_scale
             b_both_sum *= keep_scale
         b_natural = natural_scale if EQUAL else tl.load(p_scale + r) * 0.6931471805599453
         o_column = ((i_kv_head * M + r) * num_samples + i_batch).to(tl.int64) * num_keys + o_j
@@ -158,13 +155,14 @@ def attention_backward_key_value(
             p_own_share = p_share + o_share * D + o_d
             tl.store(p_own_share, tl.sum(b_sum[:, None] * (b_moved_key + b_shift[None, :]), 0))
         if PAIRED:
+            b_second = b_both_sum - b_sum
             o_column += num_samples.to(tl.int64) * num_keys
-            tl.store(p_grad_column + o_column, b_second_sum, mask=o_j < num_keys)
+            tl.store(p_grad_column + o_column, b_second, mask=o_j < num_keys)
             if GAUSSIAN:
                 b_shift = tl.load(p_shift + (i_kv_head * M + 1) * width + o_d, mask=o_d < width, other=0.0)
-                b_grad_key -= b_second_sum[:, None] * b_shift[None, :]
+                b_grad_key -= b_second[:, None] * b_shift[None, :]
                 p_own_share += num_samples.to(tl.int64) * num_blocks * D
-                tl.store(p_own_share, tl.sum(b_second_sum[:, None] * (b_moved_key + b_shift[None, :]), 0))
+                tl.store(p_own_share, tl.sum(b_second[:, None] * (b_moved_key + b_shift[None, :]), 0))
         i_out_head = i_kv_head if PAIRED else i_kv_head * M + r
         d_grad_key.store(
             [i_batch, i_out_head, o_first, 0], (b_grad_key * b_natural).to(b_key.dtype).reshape(1, 1, BLOCK_J, D)

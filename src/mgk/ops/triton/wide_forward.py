@@ -108,7 +108,8 @@ def attention_forward_wide(
 
 @gluon.jit
 def _await_terms():
-    """For the kernel that makes them. This one is launched before that one ends, which hides how long it takes."""
+    """Until the kernel before, which makes them, has ended. This one is launched earlier, so that nobody waits for the
+    launch."""
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -185,7 +186,7 @@ def _copy(
         i_other = i_kv * M + 1 if HARD else i_kv
         mbarrier.wait(s_query_empty, (i_own & 1) ^ 1)
         mbarrier.expect(s_query_full, TILE_ROWS * D * 2 + TERM_BYTES)
-        # Those of the first block come with the queries, others with the values of the block before.
+        # Terms of the first block come with the queries, others with the values of the block before.
         if HAS_LEVEL:
             tma.async_copy_global_to_shared(d_column, [i_kv * M, 0], s_query_full, s_column.index(STAGES))
         if PAIRED:
@@ -206,7 +207,7 @@ def _copy(
             mbarrier.wait(s_value_empty.index(stage), was_read)
             value_full = s_value_full.index(stage)
             mbarrier.expect(value_full, BLOCK_J * DV * 2 + TERM_BYTES)
-            # They are read while these values are multiplied.
+            # Terms of the next block: they are read before these values are done with.
             if HAS_LEVEL:
                 tma.async_copy_global_to_shared(d_column, [i_kv * M, o_j + BLOCK_J], value_full, s_column.index(stage))
             if PAIRED:
@@ -422,6 +423,7 @@ def _sees(o_i, o_j, causal_offset, BLOCK_J: gl.constexpr, pairs: gl.constexpr):
 
 @gluon.jit
 def _shift_of(p_shift, width, D: gl.constexpr, layout: gl.constexpr):
+    """The shift of one component, ``[D]``, 0 beyond its width."""
     o_d = gl.arange(0, D, layout)
     return gl.load(p_shift + o_d, mask=o_d < width, other=0.0)
 
