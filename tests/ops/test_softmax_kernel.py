@@ -1,0 +1,114 @@
+"""To which kernel `auto` gives plain softmax: decided by a table, without a GPU."""
+
+import json
+
+import pytest
+import torch
+
+from mgk.ops import attention, softmax_kernel
+from mgk.ops.attention import choose_backend
+from mgk.ops.softmax_kernel import Faster
+from mgk.ops.validation import make_problem
+
+TABLE = (
+    Faster("sm90", torch.bfloat16, 32, False, False, tokens=128, queries=1024),
+    Faster("sm90", torch.bfloat16, 64, True, True, tokens=256, queries=1024),
+)
+
+
+@pytest.fixture(autouse=True)
+def _measured(monkeypatch):
+    """As on an H200 for which something was measured."""
+    monkeypatch.setattr(softmax_kernel, "_table", TABLE)
+    monkeypatch.setattr(softmax_kernel, "architecture", lambda index: "sm90")
+    monkeypatch.setattr(
+        attention, "is_half_on_gpu", lambda problem: problem.query.dtype in (torch.float16, torch.bfloat16)
+    )
+
+
+def backend(
+    batch=2, heads=4, tokens=128, head_dim=32, *, kv_heads=None, keys=None, value_dim=None, dtype=torch.bfloat16,
+    requires_grad=False, similarity="dot", **options,
+):  # fmt: skip
+    keys, kv_heads = keys or tokens, kv_heads or heads
+    query = torch.zeros(batch, heads, tokens, head_dim, dtype=dtype, requires_grad=requires_grad)
+    key = torch.zeros(batch, kv_heads, keys, head_dim, dtype=dtype)
+    value = torch.zeros(batch, kv_heads, keys, value_dim or head_dim, dtype=dtype)
+    problem = make_problem(
+        query, key, value, similarity=similarity,
+        **{"shift": None, "log_prior": None, "variance": None, "assignment": "soft", "is_causal": False,
+           "key_mask": None, "query_mask": None, "attn_mask": None, "dropout_p": 0.0, **options},
+    )  # fmt: skip
+    return choose_backend(problem, "auto")
+
+
+def test_what_was_measured_to_be_faster_is_ours():
+    assert backend() == "triton"
+    assert backend(tokens=4096, batch=1, heads=1) == "triton"
+    assert backend(tokens=256, head_dim=64, is_causal=True, requires_grad=True) == "triton"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"tokens": 127, "batch": 16}, {"batch": 1}, {"head_dim": 64}, {"head_dim": 33}, {"is_causal": True},
+        {"requires_grad": True}, {"dtype": torch.float16}, {"dtype": torch.float32}, {"dropout_p": 0.1},
+        {"kv_heads": 2}, {"keys": 256}, {"value_dim": 64}, {"variance": torch.ones(1)},
+        {"key_mask": torch.ones(2, 128, dtype=torch.bool)}, {"query_mask": torch.ones(2, 128, dtype=torch.bool)},
+        {"attn_mask": torch.ones(128, 128, dtype=torch.bool)},
+        {"tokens": 255, "head_dim": 64, "is_causal": True, "requires_grad": True},
+        {"tokens": 256, "head_dim": 64, "is_causal": True},
+    ],
+    ids=lambda other: "-".join(other),
+)  # fmt: skip
+def test_everything_else_keeps_the_stock_kernels(other):
+    # Here, on a CPU, dropout would have them materialise its pairs.
+    assert backend(**other) == ("chunked" if "dropout_p" in other else "sdpa")
+
+
+def test_a_gradient_that_nobody_takes_is_none():
+    with torch.no_grad():
+        assert backend(requires_grad=True) == "triton"
+
+
+def test_other_gpus_keep_the_stock_kernels(monkeypatch):
+    monkeypatch.setattr(softmax_kernel, "architecture", lambda index: "sm80")
+    assert backend() == "sdpa"
+    # Mixtures are ours everywhere.
+    assert backend(similarity="gaussian") == "triton"
+
+
+def test_on_a_cpu_nobody_asks_for_a_gpu(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(softmax_kernel, "_table", TABLE)
+    assert backend() == "sdpa"
+
+
+def test_a_measurement_of_stock_kernels_gets_them():
+    with softmax_kernel.ignored():
+        assert backend() == "sdpa"
+    assert backend() == "triton"
+
+
+def test_the_choice_is_compiled_without_a_break(monkeypatch):
+    def is_ours(query):
+        options = {
+            "shift": None, "log_prior": None, "variance": None, "similarity": "dot", "assignment": "soft",
+            "is_causal": False, "key_mask": None, "query_mask": None, "attn_mask": None, "dropout_p": 0.0,
+        }  # fmt: skip
+        return query + int(softmax_kernel.is_faster(make_problem(query, query, query, **options)))
+
+    compiled = torch.compile(is_ours, backend="eager", fullgraph=True, dynamic=True)
+    monkeypatch.setattr(softmax_kernel, "architecture", torch.compiler.assume_constant_result(lambda index: "sm90"))
+    for tokens, expected in ((512, 1), (640, 1), (64, 0), (512, 1)):
+        assert compiled(torch.zeros(2, 4, tokens, 32, dtype=torch.bfloat16)).unique().tolist() == [expected]
+
+
+def test_the_table_is_read_from_its_file(tmp_path):
+    entry = {
+        "architecture": "sm90", "dtype": "bfloat16", "head_dim": 32, "causal": False, "direction": "forward",
+        "tokens": 128, "queries": 1024, "gain": 1.4,
+    }  # fmt: skip
+    file = tmp_path / "table.json"
+    file.write_text(json.dumps({"faster": [entry, {**entry, "direction": "training", "causal": True}]}))
+    assert softmax_kernel.read(file) == (TABLE[0], TABLE[0]._replace(is_causal=True, needs_gradient=True))
