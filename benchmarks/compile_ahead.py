@@ -1,4 +1,4 @@
-"""Compiles the kernels that ``mgk bench attention`` asks for, by many processes at a time.
+"""Compiles the kernels that ``mgk bench attention`` asks for, ours and FlexAttention's, by many processes at a time.
 
 The benchmark would compile one after the other, which takes long. Triton keeps what has been compiled::
 
@@ -14,10 +14,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from fused_calls import passes_of
 
+from mgk.benchmark import flex
+from mgk.benchmark.correctness import SMALL
+from mgk.benchmark.inputs import draw
 from mgk.benchmark.plan import CUDA_SHAPES, USUAL_PRESETS
 from mgk.benchmark.shape import Shape
 
@@ -34,17 +38,52 @@ def tasks(presets: Sequence[str]) -> list[tuple[str, Shape]]:
     ]
 
 
+def flex_tasks(presets: Sequence[str]) -> list[tuple[str, Shape]]:
+    """What FlexAttention must be called with. Its kernels are made for one shape each: that which is timed, and that
+    whose gradients are compared."""
+    wanted = [preset for preset in presets if preset in flex.PRESETS]
+    shapes = list(CUDA_SHAPES)
+    for shape in CUDA_SHAPES:
+        # Gradients are compared with as many heads for a preset as for softmax.
+        small = replace(shape, batch=SMALL["batch"], heads=2 * SMALL["heads"], tokens=SMALL["tokens"])
+        shapes += [] if small in shapes else [small]
+    return [(preset, shape) for preset in wanted for shape in shapes]
+
+
+def call_fused(preset: str, shape: Shape) -> None:
+    """Forward and backward of our kernels."""
+    _, backward = passes_of(preset, shape, DEVICE)
+    backward()
+
+
+def call_flex(preset: str, shape: Shape) -> None:
+    """Forward without gradients, forward and backward; what it cannot do, the benchmark says."""
+    inputs = draw(
+        preset, batch=shape.batch, heads=shape.mixture_heads, tokens=shape.tokens, head_dim=shape.head_dim,
+        is_causal=shape.is_causal, dtype=torch.bfloat16, device=DEVICE,
+    )  # fmt: skip
+    try:
+        with torch.no_grad():
+            flex.attention(inputs)
+        out = flex.attention(inputs)
+        torch.autograd.grad(out, list(inputs.leaves().values()), torch.randn_like(out))
+    except Exception as error:
+        print(f"{preset} through FlexAttention at {shape}: {type(error).__name__}: {str(error).splitlines()[0]}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", action="append", choices=USUAL_PRESETS, help="again for more; default: all")
     parser.add_argument("--processes", type=int, default=15)
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    everything = tasks(arguments.preset or USUAL_PRESETS)
+    presets = arguments.preset or USUAL_PRESETS
+    # What takes longest first.
+    everything = [partial(call_flex, *task) for task in flex_tasks(presets)]
+    everything += [partial(call_fused, *task) for task in tasks(presets)]
     if arguments.share is not None:
-        for preset, shape in everything[arguments.share :: arguments.processes]:
-            _, backward = passes_of(preset, shape, DEVICE)
-            backward()
+        for call in everything[arguments.share :: arguments.processes]:
+            call()
         torch.cuda.synchronize()
         return
     start = time.perf_counter()

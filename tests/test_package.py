@@ -99,6 +99,7 @@ COMMANDS = {
     r"mgk bench packed.*": "test_packed_from_the_command_line",
     r"mgk bench linear.*": "test_linear_from_the_command_line",
     r"mgk bench (plot|table) .*": "test_what_is_made_of_a_result",
+    r"mgk bench choose .*": "test_the_command_writes_what_the_library_reads",
     r"mgk reproduce .*": "test_pages_on_the_terminal",
     r"export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1": "test_torchrun_starts_a_dead_rank_again",
     r"torchrun --standalone .*--max-restarts \d+ -m mgk train .*": "test_torchrun_starts_a_dead_rank_again",

@@ -40,7 +40,9 @@ def measured(tmp_path_factory):
 
 def test_attention_from_the_command_line(measured):
     folder, out = measured
-    assert re.search(r"^ *smgk +chunked +2 +[\d.]+ +[\d.]+x +[\d.]+ +[\d.]+x +[\d.]+ / [\d.]+ *$", out, re.MULTILINE)
+    times = r"[\d.]+ +[\d.]+x +[\d.]+x"
+    assert re.search(rf"^ *smgk +chunked +2 +{times} +{times} +[\d.]+ / [\d.]+ *$", out, re.MULTILINE)
+    assert re.search(r"^ *softmax +fastest of all: \S.* +4 +[\d.]+ +[\d.]+ *$", out, re.MULTILINE)
     assert "against the length" in out
     # Without a terminal, plain lines say how far it is.
     assert "step 0 of" in out
@@ -52,7 +54,11 @@ def test_attention_from_the_command_line(measured):
     assert not found["failures"]
     assert {row["tokens"] for row in found["rows"] if row.get("sweep")} == {64, 128, 256}
     assert {row["preset"] for row in found["rows"] if not row.get("sweep")} == {"softmax", "smgk", "mgk"}
-    assert all(row["forward_ratio"] > 0 and row["training_ratio"] > 0 for row in found["rows"])
+    for row in found["rows"]:
+        assert 0 < row["forward_ratio_of_all"] <= row["forward_ratio"]
+        assert 0 < row["training_ratio_of_all"] <= row["training_ratio"]
+    lengths = [record["tokens"] for record in found["baselines"] if record.get("backend") == "chunked"]
+    assert lengths == [256, 64, 128, 256]
     assert (folder / "a.png").read_bytes()[1:4] == b"PNG"
 
 
@@ -84,7 +90,8 @@ def test_a_wrong_result_ends_with_an_error(monkeypatch):
     assert "the error of the output must be at most 1e-05, got 0.01" in out
     found = json.loads(Path("runs/bench/attention-cpu.json").read_text())
     assert not found["rows"]
-    assert len(found["failures"]) == 2
+    # Softmax with all the heads and with half of them, and the mixture.
+    assert [record["heads"] for record in found["failures"]] == [2, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +100,7 @@ def test_a_wrong_result_ends_with_an_error(monkeypatch):
         (["attention", "--preset", "mlk"], "--preset must not be linear attention, got 'mlk'"),
         (["attention", "--preset", "sgmk"], "--preset must be one of softmax, gaussian, .*got 'sgmk'"),
         (["retrieval", "--preset", "sgmk"], "--preset must be one of softmax, gaussian, .*got 'sgmk'"),
-        (["attention", "--backend", "cuda"], "--backend must be one of auto, .*eager, got 'cuda'"),
+        (["attention", "--backend", "cuda"], "--backend must be one of auto, .*eager, flex, got 'cuda'"),
         (["attention", "--dtype", "float64"], "--dtype must be auto or one of float32, .*got 'float64'"),
         (["attention", "--shape", "1,2,3"], "--shape must look like"),
         (["attention", "--quick", "--plot", "a.png"], "--plot needs a sweep to draw"),
@@ -136,7 +143,7 @@ def test_what_is_made_of_a_result(measured):
         run("table", folder / "attention-cpu.json", "--page", written)
     part = page.parts(written)["results/attention-cpu.json"]
     assert part == markdown.tables(result.read(folder / "attention-cpu.json"))
-    assert re.search(r"^\| smgk \| sdpa \| 2 \| [\d.]+ \| [\d.]+x \|", part, re.MULTILINE)
+    assert re.search(r"^\| smgk \| sdpa \| 2 \| [\d.]+ \| [\d.]+x \| [\d.]+x \|", part, re.MULTILINE)
     assert "old" not in written.read_text()
     assert written.read_text().startswith("before\n")
     assert written.read_text().endswith("<!-- end -->\nafter\n")

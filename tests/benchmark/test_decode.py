@@ -122,8 +122,8 @@ def test_decode_from_the_command_line(tmp_path, monkeypatch):
     arguments = ["bench", "decode", "--quick", "--preset", "smgk", "--shape", "1,4,64,8", "--output", "decode-cpu.json"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    assert re.search(r"^ *smgk +auto +2 +[\d.]+ +[\d.]+x +[\d.,]+ +0 MB +0\.50x *$", done.output, re.MULTILINE)
-    assert re.search(r"^ *smgk-2 +auto +[\d,]+ +[\d.]+x +[\d.]+ +[\d.]+x", done.output, re.MULTILINE)
+    assert re.search(r"^ *smgk +auto +2 +[\d.]+ +[\d.]+x +[\d.]+x +[\d.,]+ +0 MB +0\.50x *$", done.output, re.MULTILINE)
+    assert re.search(r"^ *smgk-2 +auto +[\d,]+ +[\d.]+x +[\d.]+x +[\d.]+ +[\d.]+x", done.output, re.MULTILINE)
     found = json.loads((tmp_path / "decode-cpu.json").read_text())
     assert (found["benchmark"], len(found["rows"]), found["failures"]) == ("decode", 3, [])
     text = markdown.tables(found)

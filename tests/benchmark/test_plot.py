@@ -43,6 +43,18 @@ def test_lines_of_a_sweep(result):
     assert len({line.colour for line in (softmax, smgk, mgk)}) == 3
 
 
+def test_softmax_through_our_own_kernel_has_a_line_of_its_own(result):
+    """It must not pass for a stock kernel, however fast it is."""
+    stock = lines(result)[0]
+    for record in [record for record in result["baselines"] if record["kernel"] == "cudnn"]:
+        own = {name: value for name, value in record.items() if name != "kernel"}
+        result["baselines"].append({**own, "backend": "triton", "preset": "softmax", "training_ms": 0.5})
+    softmax, own, *_ = lines(result)
+    assert softmax == stock
+    assert (own.label, set(own.milliseconds.values())) == ("softmax, 8 heads, triton", {0.5})
+    assert own.colour != softmax.colour
+
+
 def test_a_picture_is_drawn(result, tmp_path):
     draw(result, tmp_path / "folder" / "lengths.png")
     assert (tmp_path / "folder" / "lengths.png").stat().st_size > 10_000

@@ -71,8 +71,9 @@ def test_on_a_gpu_every_fused_kernel_is_tried():
     chosen = matchers(("smgk", "mgk"), torch.device("cuda"))
     assert [matcher.name for matcher in chosen] == [
         "softmax-8 through SDPA cudnn", "softmax-8 through SDPA flash", "softmax-8 through SDPA efficient",
-        "smgk-4", "mgk-4",
+        "softmax-8 through triton", "smgk-4", "mgk-4",
         "softmax-8 through SDPA cudnn, dropout of the recipe", "softmax-8 through SDPA flash, dropout of the recipe",
+        "softmax-8 through triton, dropout of the recipe",
         "smgk-4, dropout of the recipe", "mgk-4, dropout of the recipe",
     ]  # fmt: skip
 

@@ -1,10 +1,10 @@
-"""One shape of attention: the stock kernels with all the heads against the presets with half of them."""
+"""One shape of attention: softmax with all the heads, stock kernels and our own, and presets with half of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -14,9 +14,10 @@ from mgk.benchmark.entry import Entry, LeftOut, enter
 from mgk.benchmark.inputs import Inputs, draw
 from mgk.benchmark.shape import Shape
 from mgk.benchmark.timing import Clock, Effort, Report, Timing, no_report, take_turns, usual_clock
+from mgk.benchmark.yardstick import Record, fastest, is_stock, ratios_of_all
 from mgk.training.result import device_name
 
-Record = dict[str, Any]
+TIMES = {"forward": "forward_ms", "training": "training_ms"}
 Entered = TypeVar("Entered")
 
 
@@ -25,9 +26,9 @@ class Comparison:
     """What came of a shape, as records of the JSON."""
 
     baselines: list[Record] = field(default_factory=list)
-    """Softmax with all the heads, one for each stock kernel."""
+    """Softmax with all the heads, one for each stock kernel and one for our own."""
     rows: list[Record] = field(default_factory=list)
-    """One for each preset through each backend, beside the fastest baseline."""
+    """One for each preset through each backend, beside the fastest baselines."""
     failures: list[Record] = field(default_factory=list)
     """Those whose result is wrong: they have no times."""
     skipped: list[Record] = field(default_factory=list)
@@ -68,7 +69,7 @@ def compare(
             # What another group keeps of the memory must not be in the way.
             torch.cuda.empty_cache()
         timings |= take_turns(
-            [candidate for entry in group for candidate in (entry.forward, entry.training)], clock, effort,
+            [candidate for entry in group for candidate in entry.candidates], clock, effort,
             lambda done, total, text: report(len(contestants) + done, steps, text),
         )  # fmt: skip
     _add_records(found, entries, timings, shape, judge)
@@ -113,8 +114,8 @@ def draw_at(preset: str, shape: Shape, heads: int, judge: Judge) -> Inputs:
 
 
 def need_baseline(found: Comparison, entered: Sequence[Contestant], shape: Shape) -> None:
-    """Without a baseline there is nothing to compare with."""
-    if not any(contestant.is_baseline for contestant in entered):
+    """Without a stock kernel there is nothing to compare with."""
+    if not any(contestant.is_stock for contestant in entered):
         reasons = "; ".join(each["reason"] for each in [*found.failures, *found.skipped])
         raise RuntimeError(f"a stock kernel must run at {shape}, got none: {reasons}")
 
@@ -122,40 +123,47 @@ def need_baseline(found: Comparison, entered: Sequence[Contestant], shape: Shape
 def _add_records(
     found: Comparison, entries: list[Entry], timings: dict[str, Timing], shape: Shape, judge: Judge
 ) -> None:
-    """Ratios are those to the fastest baseline of each direction."""
-    stock = [entry for entry in entries if entry.contestant.is_baseline]
-    ours = [entry for entry in entries if not entry.contestant.is_baseline]
-    for entry in stock:
-        found.baselines.append({**facts_of(entry.contestant, shape, judge), **_costs(entry, timings)})
-    fastest = min(stock, key=lambda entry: timings[entry.forward.name].ms)
-    fastest_training = min(stock, key=lambda entry: timings[entry.training.name].ms)
-    baseline, baseline_training = timings[fastest.forward.name], timings[fastest_training.training.name]
-    plain_heads = {entry.contestant.backend: entry for entry in ours if entry.contestant.preset == "softmax"}
-    for entry in ours:
-        forward, training = timings[entry.forward.name], timings[entry.training.name]
-        plain = plain_heads.get(entry.contestant.backend)
-        row = {
-            **facts_of(entry.contestant, shape, judge),
-            **_costs(entry, timings),
-            "baseline": fastest.contestant.backend,
-            "baseline_ms": baseline.ms,
-            "baseline_training": fastest_training.contestant.backend,
-            "baseline_training_ms": baseline_training.ms,
-            "baseline_peak_bytes": fastest_training.peak_bytes,
-            "forward_ratio": baseline.ms / forward.ms,
-            "training_ratio": baseline_training.ms / training.ms,
-            "forward_over_softmax_head": None if plain is None else forward.ms / timings[plain.forward.name].ms,
-            "training_over_softmax_head": None if plain is None else training.ms / timings[plain.training.name].ms,
-            "noise": max(each.noise for each in (forward, training, baseline, baseline_training)),
-        }
-        found.rows.append(row)
+    """Ratios are those to the fastest stock kernel of each direction, and to the fastest of all."""
+    records = [{**facts_of(entry.contestant, shape, judge), **_costs(entry, timings)} for entry in entries]
+    both = list(zip(entries, records, strict=True))
+    found.baselines.extend(record for entry, record in both if entry.contestant.is_baseline)
+    stock = [record for record in found.baselines if is_stock(record)]
+    forward, training = fastest(stock, "forward_ms"), fastest(stock, "training_ms")
+    assert forward is not None, "need_baseline has found one"
+    assert training is not None, "a stock kernel has both times"
+    ours = [record for entry, record in both if not entry.contestant.is_baseline]
+    plain_heads = {record["backend"]: record for record in ours if record["preset"] == "softmax"}
+    for record in ours:
+        plain = plain_heads.get(record["backend"], {})
+        found.rows.append(
+            {
+                **record,
+                "baseline": forward["kernel"],
+                "baseline_ms": forward["forward_ms"],
+                "baseline_training": training["kernel"],
+                "baseline_training_ms": training["training_ms"],
+                "baseline_peak_bytes": training["peak_bytes"],
+                "forward_ratio": _over(forward["forward_ms"], record["forward_ms"]),
+                "training_ratio": _over(training["training_ms"], record["training_ms"]),
+                **ratios_of_all(record, found.baselines, TIMES),
+                "forward_over_softmax_head": _over(record["forward_ms"], plain.get("forward_ms")),
+                "training_over_softmax_head": _over(record["training_ms"], plain.get("training_ms")),
+                "noise": max(each["noise"] for each in (record, forward, training)),
+            }
+        )
+
+
+def _over(time: float | None, other: float | None) -> float | None:
+    return None if time is None or other is None else time / other
 
 
 def facts_of(contestant: Contestant, shape: Shape, judge: Judge) -> Record:
     """Who was measured, where and at which shape."""
-    who = {"kernel": contestant.backend, "heads": shape.heads}
+    who: Record = {"backend": contestant.backend, "heads": shape.heads}
     if not contestant.is_baseline:
-        who = {"backend": contestant.backend, "heads": shape.mixture_heads, "baseline_heads": shape.heads}
+        who |= {"heads": shape.mixture_heads, "baseline_heads": shape.heads}
+    elif contestant.is_stock or contestant.preset == "linear":
+        who = {"kernel": contestant.backend, "heads": shape.heads}
     return {
         "device": device_name(judge.device),
         "dtype": str(judge.dtype).removeprefix("torch."),
@@ -166,16 +174,19 @@ def facts_of(contestant: Contestant, shape: Shape, judge: Judge) -> Record:
 
 
 def _costs(entry: Entry, timings: dict[str, Timing]) -> Record:
-    forward, training = timings[entry.forward.name], timings[entry.training.name]
-    return {
+    forward = timings[entry.forward.name]
+    training = None if entry.training is None else timings[entry.training.name]
+    both = [forward] if training is None else [forward, training]
+    costs: Record = {
         "forward_ms": forward.ms,
-        "training_ms": training.ms,
+        "training_ms": None if training is None else training.ms,
         "forward_device_ms": forward.device_ms,
-        "training_device_ms": training.device_ms,
+        "training_device_ms": None if training is None else training.device_ms,
         "forward_host_ms": forward.host_ms,
-        "training_host_ms": training.host_ms,
+        "training_host_ms": None if training is None else training.host_ms,
         "peak_bytes": entry.peak_bytes,
-        "samples": min(forward.samples, training.samples),
-        "noise": max(forward.noise, training.noise),
+        "samples": min(each.samples for each in both),
+        "noise": max(each.noise for each in both),
         "error": entry.errors,
     }
+    return costs if entry.no_training is None else {**costs, "no_training": entry.no_training}

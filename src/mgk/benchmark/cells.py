@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from mgk.benchmark.attention import Record
+from mgk.benchmark.attention import TIMES
+from mgk.benchmark.yardstick import Record, fastest, show_way, summary
 
 LAYOUTS = {"packed": "packed", "longest": "padded to the longest", "published": "padded to 4,096"}
 """How reviews of a batch may lie."""
 
+# Times are in milliseconds. Everywhere, x is the time of softmax with all the heads as the fastest of all computes it,
+# our own kernel included, over the row's; x stock is that of the fastest stock kernel.
 ATTENTION = (
-    "preset", "through", "heads", "forward", "x", "training", "x", "over a softmax head", "peak memory",
+    "preset", "through", "heads", "forward", "x", "x stock", "training", "x", "x stock", "over a softmax head",
+    "peak memory",
 )  # fmt: skip
-"""The headers of one shape. Times are in milliseconds; x is the time of the fastest stock kernel over the row's."""
+"""The headers of one shape."""
 RETRIEVAL = (
-    "model", "through", "dropout", "training", "x", "x fastest", "evaluation", "x", "over no dropout", "peak memory",
+    "model", "through", "dropout", "training", "x", "x stock", "evaluation", "x", "x stock", "over no dropout",
+    "peak memory",
 )  # fmt: skip
-"""The headers of end to end. x is the time of softmax on cuDNN over the row's, or else on the fastest kernel."""
-LINEAR = ("preset", "through", "heads", "forward", "x", "training", "x", "x softmax", "peak memory")
-"""The headers of linear attention. x is linear attention with all the heads over the row, *x softmax* the fastest stock
-kernel with all the heads over it, forward / training."""
-DECODE = ("preset", "through", "heads", "step", "x", "over reading", "cache", "x cache")
+"""The headers of end to end."""
+LINEAR = (
+    "preset", "through", "heads", "forward", "x linear", "training", "x linear", "x", "x stock", "peak memory"
+)  # fmt: skip
+"""The headers of linear attention. *x linear* is linear attention with all the heads over the row; *x* and *x stock*
+are forward / training."""
+DECODE = ("preset", "through", "heads", "step", "x", "x stock", "over reading", "cache", "x cache")
 """The headers of a step of generation. *Over reading* is the time over that of reading the cache once."""
-GENERATION = ("model", "through", "tokens/s", "x", "step", "x step", "prompt", "cache", "x cache")
-"""The headers of generation end to end. x is tokens per second over those of the faster softmax."""
-PACKED = ("model", "reviews", "tokens", "training", "x", "loss", "peak memory")
-"""The headers of a step on reviews. x is the time of the same model padded to 4,096 over the row's."""
+GENERATION = ("model", "through", "tokens/s", "x", "x stock", "step", "x step", "prompt", "cache", "x cache")
+"""The headers of generation end to end. x is of tokens per second."""
+PACKED = ("model", "reviews", "through", "tokens", "training", "x", "x stock", "x padded", "loss", "peak memory")
+"""The headers of a step on reviews. *x padded* is the time of the same model padded to 4,096 over the row's."""
 
 
-def attention_cells(records: Iterable[Record]) -> list[list[str]]:
-    """Stock kernels and presets at one shape, under :data:`ATTENTION`."""
+def attention_cells(softmax: Sequence[Record], rows: Iterable[Record]) -> list[list[str]]:
+    """Softmax with all the heads, its fastest, and presets at one shape, under :data:`ATTENTION`."""
     found = []
-    for record in records:
+    best = summary(softmax, TIMES)
+    for record in (*softmax, *([] if best is None else [best]), *rows):
         over = [record.get(f"{direction}_over_softmax_head") for direction in ("forward", "training")]
         found.append(
             [
@@ -39,8 +47,10 @@ def attention_cells(records: Iterable[Record]) -> list[list[str]]:
                 show_way(record),
                 str(record["heads"]),
                 show_time(record, "forward"),
+                show_ratio(record.get("forward_ratio_of_all")),
                 show_ratio(record.get("forward_ratio")),
-                show_time(record, "training"),
+                "none" if record.get("no_training") else show_time(record, "training"),
+                show_ratio(record.get("training_ratio_of_all")),
                 show_ratio(record.get("training_ratio")),
                 " / ".join(f"{value:.2f}" for value in over if value is not None),
                 show_bytes(record["peak_bytes"]),
@@ -49,42 +59,56 @@ def attention_cells(records: Iterable[Record]) -> list[list[str]]:
     return found
 
 
-def retrieval_cells(records: Iterable[Record]) -> list[list[str]]:
-    """Models end to end, under :data:`RETRIEVAL`."""
+def retrieval_cells(softmax: Sequence[Record], rows: Iterable[Record]) -> list[list[str]]:
+    """Models end to end, under :data:`RETRIEVAL`, each after the softmax that it is compared with."""
+    records = list(rows)
+    ordered = []
+    for dropout in dict.fromkeys(record["attention_dropout"] for record in (*softmax, *records)):
+        own = [record for record in softmax if record["attention_dropout"] == dropout]
+        best = summary(own, {"training": "training_ms", "evaluation": "evaluation_ms"})
+        ordered += [*own, *([] if best is None else [best])]
+        ordered += [record for record in records if record["attention_dropout"] == dropout]
     return [
         [
             f"{record['preset']}-{record['heads']}",
             show_way(record),
             f"{record['attention_dropout']:g}",
             show_ms(record["training_ms"]),
-            show_ratio(record.get("training_ratio")),
+            show_ratio(record.get("training_ratio_of_all")),
             show_ratio(record.get("fastest_training_ratio")),
             show_ms(record["evaluation_ms"]),
-            show_ratio(record.get("evaluation_ratio")),
+            show_ratio(record.get("evaluation_ratio_of_all")),
+            show_ratio(record.get("fastest_evaluation_ratio")),
             show_ratio(record.get("training_over_no_dropout")),
             show_bytes(record["peak_bytes"]),
         ]
-        for record in records
+        for record in ordered
     ]
 
 
 def linear_cells(records: Iterable[Record]) -> list[list[str]]:
     """Linear attention at one shape, under :data:`LINEAR`."""
     found = []
+    records = list(records)
+    softmax = [record for record in records if record["preset"] == "softmax"]
+    best = summary(softmax, TIMES)
+    if best is not None:
+        records.insert(records.index(softmax[-1]) + 1, best)
     for record in records:
-        over = [record[f"{direction}_over_softmax"] for direction in ("forward", "training")]
-        way = record["kernel"] if "kernel" in record else record["backend"]
-        way = f"SDPA {way}" if record["preset"] == "softmax" else way
+        over = [
+            [record.get(f"{direction}_{name}") for direction in TIMES]
+            for name in ("over_softmax_of_all", "over_softmax")
+        ]
         found.append(
             [
                 record["preset"],
-                way,
+                show_way(record) if record["preset"] != "linear" else str(record["kernel"]),
                 str(record["heads"]),
                 show_time(record, "forward"),
                 show_ratio(record.get("forward_ratio")),
                 show_time(record, "training"),
                 show_ratio(record.get("training_ratio")),
-                " / ".join(f"{value:.2f}" for value in over if value is not None),
+                *(" / ".join(f"{value:.2f}" for value in values if value is not None) for values in over),
                 show_bytes(record["peak_bytes"]),
             ]
         )
@@ -99,30 +123,43 @@ def show_crossover(record: Record) -> str:
 
 
 def decode_cells(records: Iterable[Record]) -> list[list[str]]:
-    """Stock kernels and presets at one context, under :data:`DECODE`."""
+    """Softmax with all the heads, its fastest, and presets at one context, under :data:`DECODE`."""
+    records = list(records)
+    softmax = [record for record in records if "baseline_heads" not in record]
+    best = summary(softmax, {"forward": "forward_ms"})
+    rows = [record for record in records if "baseline_heads" in record]
     return [
         [
             record["preset"],
             show_way(record),
             str(record["heads"]),
             show_time(record, "forward"),
+            show_ratio(record.get("forward_ratio_of_all")),
             show_ratio(record.get("forward_ratio")),
-            f"{record['over_reading']:.2f}",
+            "" if "way" in record else f"{record['over_reading']:.2f}",
             show_bytes(record["cache_bytes"]),
             show_ratio(record.get("cache_ratio")),
         ]
-        for record in records
+        for record in (*softmax, *([] if best is None else [best]), *rows)
     ]
 
 
 def generation_cells(records: Iterable[Record]) -> list[list[str]]:
-    """Models that write, under :data:`GENERATION`."""
+    """Models that write, under :data:`GENERATION`. Softmax writes through the stock kernels and through our own, and
+    the ratios of the rows are those to the faster one."""
+    records = list(records)
+    softmax = [record for record in records if "kernel" in record]
+    stock = fastest([record for record in softmax if record["kernel"] == "sdpa"], "forward_ms")
+    best = fastest(softmax, "forward_ms") if len(softmax) > 1 else None
+    if best is not None:
+        records.insert(len(softmax), {**best, "kernel": f"fastest of all: {best['kernel']}"})
     return [
         [
             f"{record['preset']}-{record['heads']}",
             str(record["kernel"] if "kernel" in record else record["backend"]),
             f"{record['tokens_per_second']:,.0f}",
             show_ratio(record.get("forward_ratio")),
+            "" if stock is None or "kernel" in record else show_ratio(stock["forward_ms"] / record["forward_ms"]),
             show_ms(record["step_ms"]),
             show_ratio(record.get("step_ratio")),
             show_ms(record["prompt_ms"]),
@@ -134,24 +171,28 @@ def generation_cells(records: Iterable[Record]) -> list[list[str]]:
 
 
 def packed_cells(records: Iterable[Record]) -> list[list[str]]:
-    """Models that read, under :data:`PACKED`."""
+    """Models that read, under :data:`PACKED`: softmax, its fastest, and the others."""
+    records = list(records)
+    softmax = [record for record in records if record.get("is_softmax")]
+    rows = [record for record in records if not record.get("is_softmax")]
+    best = fastest(softmax, "training_ms")
+    if best is not None:
+        softmax.append({**best, "way": f"fastest of all: {best['backend']}", "training_ratio": None})
     return [
         [
             f"{record['preset']}-{record['heads']}",
             LAYOUTS[record["layout"]],
+            show_way(record),
             f"{record['computed_tokens']:,}",
             show_ms(record["training_ms"]),
+            show_ratio(record.get("training_ratio_of_all")),
+            show_ratio(record.get("training_ratio_stock")),
             show_ratio(record.get("training_ratio")),
             f"{record['loss']:.4f}",
             show_bytes(record["peak_bytes"]),
         ]
-        for record in records
+        for record in (*softmax, *rows)
     ]
-
-
-def show_way(record: Record) -> str:
-    """The stock kernel, or the backend."""
-    return f"SDPA {record['kernel']}" if "kernel" in record else str(record["backend"])
 
 
 def show_shape(record: Record) -> str:
@@ -173,6 +214,11 @@ def show_writing(record: Record) -> str:
         f"batch {record['batch']}, prompts of {record['prompt']:,} tokens, {record['new_tokens']:,} new ones, "
         f"{record['layers']} layers, hidden_size {record['hidden_size']:,}, head_dim {record['head_dim']}"
     )
+
+
+def show_no_training(record: Record) -> str:
+    """Why a row can only go forward."""
+    return f"{record['preset']} through {show_way(record)}: {record['no_training']}"
 
 
 def show_time(record: Record, direction: str) -> str:

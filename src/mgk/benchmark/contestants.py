@@ -1,4 +1,4 @@
-"""Who takes part: softmax through every stock kernel, and the presets through every backend of ours."""
+"""Who takes part: softmax through every stock kernel and our own, presets through every backend, FlexAttention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mgk
-from mgk.benchmark import eager
+from mgk.benchmark import eager, flex
 from mgk.benchmark.inputs import Inputs
 
 KERNELS = {
@@ -25,6 +25,10 @@ KERNELS = {
 
 EAGER = "eager"
 """The backend that is none: the formula of the paper's code."""
+FLEX = "flex"
+"""FlexAttention, which is none of ours either."""
+OWN_KERNELS = {"cuda": "triton", "cpu": "chunked"}
+"""By the type of the device, the backend of ours that computes softmax without a stock kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +37,7 @@ class Contestant:
 
     preset: str
     backend: str
-    """Of :func:`mgk.mixture_attention`, or ``eager``; of a baseline the name of the kernel."""
+    """Of :func:`mgk.mixture_attention`, or ``eager``, or ``flex``; of a stock kernel its name."""
     attention: Callable[[Inputs], Tensor]
     """``[B, H, N, D]``"""
     context: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -41,10 +45,20 @@ class Contestant:
     is_baseline: bool = False
     """Whether it has all the heads, and is what the others are compared with."""
 
+    may_lack_training: bool = False
+    """Whether it takes part even if it can only go forward, as others' software may."""
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether it is a kernel of ``F.scaled_dot_product_attention``."""
+        return self.is_baseline and self.backend in KERNELS
+
     @property
     def name(self) -> str:
-        is_stock = self.is_baseline and self.preset == "softmax"
-        return f"softmax through SDPA {self.backend}" if is_stock else f"{self.preset} through {self.backend}"
+        if self.is_stock:
+            return f"softmax through SDPA {self.backend}"
+        heads = " with all heads" if self.is_baseline and self.preset == "softmax" else ""
+        return f"{self.preset}{heads} through {self.backend}"
 
     def expected_bytes(self, inputs: Inputs) -> int:
         """What it needs if that grows with the number of pairs, else 0."""
@@ -63,13 +77,27 @@ def baselines(device: torch.device, names: Sequence[str] = tuple(KERNELS)) -> li
     ]  # fmt: skip
 
 
+def own_softmax(device: torch.device) -> Contestant:
+    """Softmax attention with all the heads through our own kernel: with the stock ones it makes the fastest of all."""
+    backend = OWN_KERNELS[device.type]
+    return Contestant(preset="softmax", backend=backend, attention=_through(backend), is_baseline=True)
+
+
 def mixtures(presets: Sequence[str], backends: Sequence[str]) -> list[Contestant]:
-    """Each preset through each backend."""
+    """Each preset through each backend; through FlexAttention those that it is written for."""
     return [
-        Contestant(preset=preset, backend=backend, attention=eager.attention if backend == EAGER else _through(backend))
+        _mixture(preset, backend)
         for preset in presets
         for backend in backends
+        if backend != FLEX or preset in flex.PRESETS
     ]
+
+
+def _mixture(preset: str, backend: str) -> Contestant:
+    if backend == FLEX:
+        return Contestant(preset=preset, backend=FLEX, attention=flex.attention, may_lack_training=True)
+    attention = eager.attention if backend == EAGER else _through(backend)
+    return Contestant(preset=preset, backend=backend, attention=attention)
 
 
 def linears(presets: Sequence[str], backend: str) -> list[Contestant]:

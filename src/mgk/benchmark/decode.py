@@ -17,6 +17,7 @@ from mgk.benchmark.inputs import Inputs, draw
 from mgk.benchmark.memory import peak_bytes
 from mgk.benchmark.shape import Shape
 from mgk.benchmark.timing import Candidate, Clock, Effort, Report, Timing, no_report, take_turns, usual_clock
+from mgk.benchmark.yardstick import Record, fastest, is_stock, ratios_of_all
 
 COPY = "copy"
 """The name of the candidate that says how fast memory is."""
@@ -127,10 +128,8 @@ def _copy(device: torch.device) -> tuple[Candidate, int]:
 def _add_records(
     found: Comparison, steps: list[Step], timings: dict[str, Timing], bytes_per_ms: float, shape: Shape, judge: Judge
 ) -> None:
-    """Ratios are those to the fastest baseline."""
-    stock = [step for step in steps if step.contestant.is_baseline]
-    fastest = min(stock, key=lambda step: timings[step.candidate.name].ms)
-    baseline = timings[fastest.candidate.name]
+    """Ratios are those to the fastest stock kernel, and to the fastest of all."""
+    ours: list[Record] = []
     for step in steps:
         timing = timings[step.candidate.name]
         read_ms = step.cache_bytes / bytes_per_ms
@@ -148,17 +147,19 @@ def _add_records(
             "noise": timing.noise,
             "error": {"output": step.error},
         }
-        if step.contestant.is_baseline:
-            found.baselines.append(record)
-            continue
+        (found.baselines if step.contestant.is_baseline else ours).append(record)
+    stock = fastest([record for record in found.baselines if is_stock(record)], "forward_ms")
+    assert stock is not None, "need_baseline has found one"
+    for record in ours:
         found.rows.append(
             {
                 **record,
-                "baseline": fastest.contestant.backend,
-                "baseline_ms": baseline.ms,
-                "forward_ratio": baseline.ms / timing.ms,
+                "baseline": stock["kernel"],
+                "baseline_ms": stock["forward_ms"],
+                "forward_ratio": stock["forward_ms"] / record["forward_ms"],
+                **ratios_of_all(record, found.baselines, {"forward": "forward_ms"}),
                 "training_ratio": None,
-                "cache_ratio": step.cache_bytes / fastest.cache_bytes,
-                "noise": max(timing.noise, baseline.noise),
+                "cache_ratio": record["cache_bytes"] / stock["cache_bytes"],
+                "noise": max(record["noise"], stock["noise"]),
             }
         )

@@ -40,13 +40,21 @@ class Matcher:
     heads: int
     kernel: str | None = None
     """A stock kernel in place of the library's attention."""
+    implementation: str | None = None
+    """What transformers calls the backend of a softmax that is compared with; ``None``: what `auto` picks."""
     drops_out: bool = False
     """Whether it has the dropout of the recipe, or none."""
 
     @property
     def name(self) -> str:
         through = "" if self.kernel is None else f" through SDPA {self.kernel}"
+        through = f" through {self.implementation}" if self.implementation is not None else through
         return f"{self.attention}-{self.heads}{through}{', dropout of the recipe' if self.drops_out else ''}"
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether it is what the others are compared with."""
+        return self.kernel is not None or self.implementation is not None
 
     def configurations(self) -> tuple[Any, MGKConfig]:
         """Of the run, and of its model."""
@@ -85,6 +93,8 @@ class MatcherStep(TrainingStep):
         model = MGKForSequencePairClassification(config).to(device)
         if matcher.kernel is not None:
             _attend_with(KERNELS[matcher.kernel], model)
+        if matcher.implementation is not None:
+            model.set_attn_implementation(matcher.implementation)
         super().__init__(model, batch, len(batch["labels"]), run)
         self.error = self._check(config)
         self.peak_bytes = self.measure_peak(before)

@@ -33,14 +33,21 @@ class Entry:
     heads: int
     forward: Candidate
     """Without gradients, as in evaluation."""
-    training: Candidate
-    """Forward and backward."""
+    training: Candidate | None
+    """Forward and backward; ``None`` where it can only go forward."""
+    no_training: str | None = None
+    """Why it cannot do more."""
     errors: dict[str, float]
     """See :meth:`mgk.benchmark.correctness.Judge.check`."""
     peak_bytes: int | None
     """Of forward and backward, beyond the inputs."""
     is_heavy: bool
     """Whether it takes so much memory that others would wait for theirs if it were timed among them."""
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """What there is to time."""
+        return [self.forward] if self.training is None else [self.forward, self.training]
 
 
 def enter(contestant: Contestant, inputs: Inputs, shape: Shape, judge: Judge, slowest: float) -> Entry:
@@ -75,18 +82,41 @@ def enter(contestant: Contestant, inputs: Inputs, shape: Shape, judge: Judge, sl
         call=lambda: torch.autograd.grad(contestant.attention(inputs), leaves, grad),
         context=contestant.context,
     )
-    with refusals(contestant):
-        errors = judge.check(contestant, inputs, shape)
-        for candidate in (forward, training):
-            peak_bytes(candidate, judge.device)
-        start = time.perf_counter()
-        peak = peak_bytes(training, judge.device)
-        seconds = time.perf_counter() - start
-    if seconds > slowest:
-        raise LeftOut(f"forward and backward take {seconds:.1f} s, and may take {slowest:g} s")
+    try:
+        with refusals(contestant):
+            errors = judge.check(contestant, inputs, shape)
+            for candidate in (forward, training):
+                peak_bytes(candidate, judge.device)
+            start = time.perf_counter()
+            peak = peak_bytes(training, judge.device)
+            seconds = time.perf_counter() - start
+        if seconds > slowest:
+            raise LeftOut(f"forward and backward take {seconds:.1f} s, and may take {slowest:g} s")
+    except LeftOut as reason:
+        if not contestant.may_lack_training:
+            raise
+        return _enter_forward(contestant, inputs, judge, forward, slowest, str(reason))
     return Entry(
         contestant=contestant, heads=inputs.query.shape[1], forward=forward, training=training, errors=errors,
         peak_bytes=peak, is_heavy=needed > HEAVY,
+    )  # fmt: skip
+
+
+def _enter_forward(
+    contestant: Contestant, inputs: Inputs, judge: Judge, forward: Candidate, slowest: float, no_training: str
+) -> Entry:
+    """One that cannot be trained, for a reason that is known, but may be right without gradients."""
+    with refusals(contestant):
+        error = judge.check_output(contestant, inputs)
+        peak_bytes(forward, judge.device)
+        start = time.perf_counter()
+        peak_bytes(forward, judge.device)
+        seconds = time.perf_counter() - start
+    if seconds > slowest:
+        raise LeftOut(f"forward takes {seconds:.1f} s, and may take {slowest:g} s")
+    return Entry(
+        contestant=contestant, heads=inputs.query.shape[1], forward=forward, training=None, no_training=no_training,
+        errors={"output": error}, peak_bytes=None, is_heavy=False,
     )  # fmt: skip
 
 
@@ -95,7 +125,8 @@ def refusals(contestant: Contestant) -> Iterator[None]:
     """Turn what a contestant says when it cannot serve a call into a reason to leave it out.
 
     A stock kernel refuses with a RuntimeError and explains itself in warnings. A backend of ours refuses with a
-    ValueError; any other error, of the compiler for example, is its fault, and the others go on.
+    ValueError; any other error, of the compiler for example, is its fault, and the others go on. What stops
+    FlexAttention is nobody's fault here, whatever it is.
     """
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -109,6 +140,8 @@ def refusals(contestant: Contestant) -> Iterator[None]:
         except (ValueError, ImportError) as error:
             raise LeftOut(str(error)) from error
         except Exception as error:
+            if contestant.may_lack_training:
+                raise LeftOut(f"it stopped with {type(error).__name__}: {str(error).splitlines()[0]}") from error
             if not contestant.is_baseline:
                 raise WrongResultError(f"it stopped with {type(error).__name__}: {error}", {}) from error
             if not isinstance(error, RuntimeError):

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
-from mgk.benchmark.attention import Comparison, Record
+from mgk.benchmark.attention import Comparison
 from mgk.benchmark.correctness import WrongResultError
 from mgk.benchmark.timing import Candidate, Clock, Effort, HostClock, Report, Timing, no_report, take_turns
+from mgk.benchmark.yardstick import Record
 from mgk.models import MGKForCausalLM, architecture
+from mgk.ops import softmax_kernel
 from mgk.training.result import device_name
 
 LEAST_AGREEMENT = 0.05
@@ -155,6 +157,7 @@ def _gated_width(hidden_size: int) -> int:
     return -(-hidden_size * 8 // 3 // 64) * 64
 
 
+@softmax_kernel.ignored()
 def compare(
     chosen: Sequence[Writer],
     setting: Setting,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mgk.benchmark.attention import Comparison, Record, draw_at, enter_each, facts_of
+from mgk.benchmark.attention import Comparison, draw_at, enter_each, facts_of
 from mgk.benchmark.contestants import Contestant
 from mgk.benchmark.correctness import Judge
 from mgk.benchmark.entry import Entry, enter
 from mgk.benchmark.shape import Shape
 from mgk.benchmark.timing import Clock, Effort, Report, Timing, no_report, take_turns, usual_clock
+from mgk.benchmark.yardstick import Record
 
 DIRECTIONS = ("forward", "training")
 
@@ -27,7 +28,7 @@ def compare(
 
     Args:
         shape: what plain linear attention and softmax are given; the mixtures get half its heads.
-        contestants: plain linear attention first, then mixtures and stock kernels in any order.
+        contestants: plain linear attention first, then mixtures and softmax, stock or our own, in any order.
         judge: says who is right, on which device and in which dtype.
         effort: how long it may take.
         clock: how times are taken; ``None``: as the device needs it.
@@ -41,7 +42,7 @@ def compare(
     )  # fmt: skip
     clock = clock or usual_clock(judge.device)
     timings = take_turns(
-        [candidate for entry in entries for candidate in (entry.forward, entry.training)], clock, effort,
+        [candidate for entry in entries for candidate in entry.candidates], clock, effort,
         lambda done, _, text: report(len(contestants) + done, total, text),
     )  # fmt: skip
     report(total, total, "done")
@@ -55,7 +56,8 @@ def _add_records(
     plain = next((entry for entry in entries if entry.contestant.preset == "linear"), None)
     if plain is None:
         raise RuntimeError(f"linear attention must run at {shape}, got none: {found.failures or found.skipped}")
-    stock = [entry for entry in entries if entry.contestant.preset == "softmax"]
+    softmax = [entry for entry in entries if entry.contestant.preset == "softmax"]
+    stock = [entry for entry in softmax if entry.contestant.is_stock]
 
     def ms(entry: Entry, direction: str) -> float:
         return timings[getattr(entry, direction).name].ms
@@ -75,9 +77,10 @@ def _add_records(
                 f"{direction}_device_ms": timing.device_ms,
                 f"{direction}_host_ms": timing.host_ms,
             }
-            rivals = [ms(each, direction) for each in stock]
-            is_stock = entry in stock
-            record[f"{direction}_over_softmax"] = min(rivals) / timing.ms if rivals and not is_stock else None
+            for name, some in (("over_softmax", stock), ("over_softmax_of_all", softmax)):
+                rivals = [ms(each, direction) for each in some]
+                is_rival = entry in softmax
+                record[f"{direction}_{name}"] = min(rivals) / timing.ms if rivals and not is_rival else None
         if entry.contestant.is_baseline:
             found.baselines.append(record)
             continue
@@ -96,7 +99,7 @@ def _add_records(
 
 def crossovers(records: Sequence[Record]) -> list[Record]:
     """From which length on linear attention is faster than the fastest softmax with all the heads, by preset, mask and
-    direction; ``None``: at no length that was measured."""
+    direction; ``None``: at no length that was measured. Old records know the fastest stock kernel only."""
     found: list[Record] = []
     keys = dict.fromkeys((each["preset"], each["causal"]) for each in records if each["preset"] != "softmax")
     for preset, causal in keys:
@@ -105,7 +108,8 @@ def crossovers(records: Sequence[Record]) -> list[Record]:
             key=lambda each: each["tokens"],
         )
         for direction in DIRECTIONS:
-            ratios = [(each["tokens"], each[f"{direction}_over_softmax"]) for each in own]
+            name = f"{direction}_over_softmax"
+            ratios = [(each["tokens"], each.get(f"{name}_of_all", each[name])) for each in own]
             first = None
             for tokens, ratio in reversed(ratios):
                 if ratio is None or ratio <= 1.0:

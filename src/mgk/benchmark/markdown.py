@@ -6,35 +6,61 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mgk.benchmark import cells
-from mgk.benchmark.attention import Record
+from mgk.benchmark.contestants import FLEX
+from mgk.benchmark.yardstick import LACKS, PREDATES, Record, fastest, is_stock
 
-FASTEST_FIRST = ("triton", "sdpa", "chunked", "auto", "reference", "eager")
+FASTEST_FIRST = ("triton", "sdpa", "chunked", "auto", "reference", "eager", FLEX)
+NO_FLEX = "FlexAttention, compiled, with the mixtures as its `score_mod`: not measured yet."
 
 
 def tables(result: Mapping[str, Any]) -> str:
-    """Everything of the first shape; of the others the fastest stock kernels, and the best backend."""
+    """Everything of the first shape; of the others the fastest stock kernels and our own, the best backend and
+    FlexAttention."""
     versions = result["versions"]
     dtypes = ", ".join(dict.fromkeys(record["dtype"] for record in result["rows"]))
     parts = [
         f"{result['device']}, {dtypes}, torch {versions['torch']}, triton {versions['triton']}, "
         f"{result['written'][:10]}."
     ]
+    if not _has_yardstick(result):
+        parts.append(PREDATES + LACKS[result["benchmark"]])
     if result["benchmark"] != "attention":
         return "\n\n".join([*parts, *OTHERS[result["benchmark"]](result)])
+    if not any(record["backend"] == FLEX for name in ("rows", "skipped", "failures") for record in _own(result[name])):
+        parts.append(NO_FLEX)
     baselines, rows = ([record for record in result[name] if not record.get("sweep")] for name in ("baselines", "rows"))
     measured = {record["backend"] for record in rows}
-    best = next(backend for backend in FASTEST_FIRST if backend in measured)
+    shown = {FLEX, next(backend for backend in FASTEST_FIRST if backend in measured)}
     for number, shape in enumerate(dict.fromkeys(map(cells.show_shape, baselines))):
         stock = [record for record in baselines if cells.show_shape(record) == shape]
         ours = [record for record in rows if cells.show_shape(record) == shape]
         if number > 0:
-            stock, ours = _fastest(stock), [record for record in ours if record["backend"] == best]
-        parts += [f"**{shape.capitalize()}**", _table(cells.ATTENTION, cells.attention_cells([*stock, *ours]))]
+            stock, ours = _fastest(stock), [record for record in ours if record["backend"] in shown]
+        parts += [f"**{shape.capitalize()}**", _table(cells.ATTENTION, cells.attention_cells(stock, ours))]
+        reasons = [f"- No training of {cells.show_no_training(each)}" for each in ours if each.get("no_training")]
+        reasons += [
+            f"- Left out: {each['preset']} through FlexAttention: {each['reason']}"
+            for each in _own(result["skipped"])
+            if each["backend"] == FLEX and not each.get("sweep") and cells.show_shape(each) == shape
+        ]
+        parts += ["\n".join(reasons)] if reasons else []
     return "\n\n".join(parts)
 
 
+def _has_yardstick(result: Mapping[str, Any]) -> bool:
+    """Whether some row says how it stands beside the fastest softmax of all. Models that write always did."""
+    rows = [record for record in result["rows"] if "prompt" not in record]
+    ends = ("_ratio_of_all", "_over_softmax_of_all")
+    return not rows or any(name.endswith(ends) for record in rows for name in record)
+
+
+def _own(records: Iterable[Record]) -> list[Record]:
+    """Those of backends, not of stock kernels."""
+    return [record for record in records if not is_stock(record)]
+
+
 def _retrieval(result: Mapping[str, Any]) -> list[str]:
-    return [_table(cells.RETRIEVAL, cells.retrieval_cells([*result["baselines"], *result["rows"]]))]
+    return [_table(cells.RETRIEVAL, cells.retrieval_cells(result["baselines"], result["rows"]))]
 
 
 def _packed(result: Mapping[str, Any]) -> list[str]:
@@ -69,10 +95,11 @@ def _linear(result: Mapping[str, Any]) -> list[str]:
 OTHERS = {"retrieval": _retrieval, "decode": _decode, "packed": _packed, "linear": _linear}
 
 
-def _fastest(stock: list[Record]) -> list[Record]:
-    """The kernel that wins forward and the one that wins training, which may be one."""
-    winners = [min(stock, key=lambda record: record[time])["kernel"] for time in ("forward_ms", "training_ms")]
-    return [record for record in stock if record["kernel"] in winners]
+def _fastest(softmax: list[Record]) -> list[Record]:
+    """The stock kernel that wins forward and the one that wins training, which may be one; and our own."""
+    stock = [record for record in softmax if is_stock(record)]
+    winners = [fastest(stock, time) for time in ("forward_ms", "training_ms")]
+    return [record for record in softmax if not is_stock(record) or record in winners]
 
 
 def _table(headers: Iterable[str], lines: Iterable[list[str]]) -> str:

@@ -1,4 +1,5 @@
-"""A training step on reviews of IMDb at their real lengths: packed one after the other, next to padded ones."""
+"""A training step on reviews of IMDb at their real lengths: packed one after the other, next to padded ones, and next
+to softmax with all the heads in every layout."""
 
 from __future__ import annotations
 
@@ -10,14 +11,16 @@ import torch
 from torch import Tensor
 
 from mgk import recipes
-from mgk.benchmark.attention import Comparison, Record
+from mgk.benchmark.attention import Comparison
 from mgk.benchmark.cells import LAYOUTS
 from mgk.benchmark.correctness import WrongResultError, relative_error
 from mgk.benchmark.timing import Candidate, Clock, Effort, HostClock, Report, StreamClock, Timing, no_report, take_turns
 from mgk.benchmark.training_step import TrainingStep, allocated_bytes
+from mgk.benchmark.yardstick import Record, fastest, ratios_of_all
 from mgk.data.batches import Samples
 from mgk.data.store import Corpus
 from mgk.models import MGKConfig, MGKForSequenceClassification, architecture
+from mgk.ops import softmax_kernel
 from mgk.training.result import device_name
 from mgk.training.task import Share, choose_precision
 
@@ -26,6 +29,8 @@ HEADS = 8
 """Of softmax; the others have half."""
 PADDED_TO = 4096
 """As the published code does."""
+OWN_KERNEL = "triton"
+"""Of softmax on a GPU, as transformers calls it."""
 CALLS = 5
 """Steps in a row that one sample is the mean of."""
 
@@ -45,10 +50,22 @@ class Reader:
     """A preset."""
     heads: int
     layout: str
+    implementation: str | None = None
+    """What transformers calls the backend; ``None``: what `auto` picks."""
 
     @property
     def name(self) -> str:
-        return f"{self.attention}-{self.heads}, {LAYOUTS[self.layout]}"
+        through = "" if self.implementation is None else f" through {self.implementation}"
+        return f"{self.attention}-{self.heads}{through}, {LAYOUTS[self.layout]}"
+
+    @property
+    def is_softmax(self) -> bool:
+        """Whether it has all the heads, and is what the others are compared with."""
+        return self.attention == "softmax" and self.heads == HEADS
+
+    def is_stock(self, device: torch.device) -> bool:
+        """Whether a softmax goes through stock kernels: `auto` gives packed sequences to our own on a GPU."""
+        return self.implementation is None and not (device.type == "cuda" and self.layout == "packed")
 
     def configurations(self) -> tuple[Any, MGKConfig]:
         """Of the run, and of its model, without dropout: what is compared must not be random."""
@@ -57,12 +74,18 @@ class Reader:
         return run, architecture(run.model.architecture, **run.model.changes)
 
 
-def readers(presets: Sequence[str]) -> list[Reader]:
-    """The presets with half the heads that softmax has, each in every layout."""
+def readers(presets: Sequence[str], device: torch.device) -> list[Reader]:
+    """Softmax, and the presets with half its heads, each in every layout; padded softmax on a GPU through our own
+    kernel as well."""
+    names = dict.fromkeys(["softmax", *presets])
+    own = [layout for layout in LAYOUTS if layout != "packed" and device.type == "cuda"]
     return [
-        Reader(attention=preset, heads=HEADS if preset == "softmax" else HEADS // 2, layout=layout)
-        for preset in presets
-        for layout in LAYOUTS
+        *(
+            Reader(attention=preset, heads=HEADS if preset == "softmax" else HEADS // 2, layout=layout)
+            for preset in names
+            for layout in LAYOUTS
+        ),
+        *(Reader(attention="softmax", heads=HEADS, layout=layout, implementation=OWN_KERNEL) for layout in own),
     ]
 
 
@@ -93,7 +116,10 @@ class ReaderStep(TrainingStep):
         before = allocated_bytes(device)
         self.reader = reader
         run, config = reader.configurations()
-        super().__init__(make_model(config, device), batch, count, run)
+        model = make_model(config, device)
+        if reader.implementation is not None:
+            model.set_attn_implementation(reader.implementation)
+        super().__init__(model, batch, count, run)
         loss, gradient = self.loss_and_gradient()
         self.loss = float(loss)
         self.loss_error = abs(self.loss - alone.loss) / abs(alone.loss)
@@ -152,6 +178,7 @@ def _one_by_one(
     return total, torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
 
 
+@softmax_kernel.ignored()
 def compare(
     chosen: Sequence[Reader],
     corpus: Corpus,
@@ -165,7 +192,7 @@ def compare(
     """Check every model in every layout, then time training steps of those that are right, in turn.
 
     Args:
-        chosen: which models; those padded to 4,096 are what the others are compared with.
+        chosen: which models; those padded to 4,096 are what the others are compared with, and softmax.
         corpus: IMDb, prepared.
         count: reviews in a batch.
         device: where.
@@ -198,10 +225,20 @@ def compare(
     )  # fmt: skip
     report(total, total, "done")
     records = [_record(step, timings[step.candidate.name], batches, count) for step in steps]
-    published = {record["preset"]: record for record in records if record["layout"] == "published"}
+    softmax = [
+        {**record, "way": f"{LAYOUTS[record['layout']]}, {record['backend']}"}
+        for record in records
+        if record["is_softmax"]
+    ]
+    for record in records:
+        if not record["is_softmax"]:
+            stock = fastest([each for each in softmax if each["is_stock"]], "training_ms")
+            record |= ratios_of_all(record, softmax, {"training": "training_ms"})
+            record["training_ratio_stock"] = None if stock is None else stock["training_ms"] / record["training_ms"]
+    published = {_way(record): record for record in records if record["layout"] == "published"}
     found.baselines.extend(published.values())
     for record in records:
-        usual = published.get(record["preset"])
+        usual = published.get(_way(record))
         if record["layout"] != "published" and usual is not None:
             found.rows.append(
                 {
@@ -217,6 +254,10 @@ def compare(
     return found
 
 
+def _way(record: Record) -> tuple[str, str]:
+    return record["preset"], record["backend"]
+
+
 def _facts(reader: Reader, batches: dict[str, dict[str, Tensor]], count: int, device: torch.device) -> Record:
     _, config = reader.configurations()
     # Of the reviews alone, without what fills a batch up.
@@ -227,7 +268,9 @@ def _facts(reader: Reader, batches: dict[str, dict[str, Tensor]], count: int, de
         "heads": reader.heads,
         "head_dim": config.head_dim,
         "causal": False,
-        "backend": "auto",
+        "backend": reader.implementation or "auto",
+        "is_softmax": reader.is_softmax,
+        "is_stock": reader.is_softmax and reader.is_stock(device),
         "layout": reader.layout,
         "batch": count,
         "tokens": tokens,

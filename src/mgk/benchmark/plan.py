@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mgk.benchmark.contestants import EAGER
+from mgk.benchmark.contestants import EAGER, FLEX
 from mgk.benchmark.generation import Setting
 from mgk.benchmark.shape import Shape
 from mgk.benchmark.sweep import lengths
@@ -21,6 +21,8 @@ USUAL_PRESETS = ("softmax", "gaussian", "smgk", "mgk", "smgk-hard", "mgk-hard", 
 QUICK_PRESETS = ("softmax", "smgk", "mgk")
 SWEPT_PRESETS = ("smgk", "mgk")
 USUAL_BACKENDS = ("triton", "sdpa", "chunked", EAGER)
+CUDA_BACKENDS = (*USUAL_BACKENDS, FLEX)
+"""On a CPU FlexAttention takes a minute to compile, and has no backward: there it is for whoever asks."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 # The heads of the Long Range Arena, wider ones, and two language models'.
@@ -81,6 +83,11 @@ class Plan:
     """Empty: no sweep."""
     effort: Effort
 
+    @property
+    def swept_backends(self) -> list[str]:
+        """All but FlexAttention, which would be compiled anew for every length."""
+        return [name for name in self.backends if name != FLEX]
+
     def facts(self) -> dict[str, Any]:
         """What the JSON says of it."""
         return {
@@ -112,9 +119,9 @@ def make_plan(
     if dtype not in DTYPES:
         raise ValueError(f"--dtype must be auto or one of {', '.join(DTYPES)}, got {dtype!r}")
     for name in backends or ():
-        if name not in (*BACKENDS, EAGER):
-            raise ValueError(f"--backend must be one of {', '.join((*BACKENDS, EAGER))}, got {name!r}")
-    usual_backends = USUAL_BACKENDS[:2] if quick and is_cuda else USUAL_BACKENDS
+        if name not in (*BACKENDS, EAGER, FLEX):
+            raise ValueError(f"--backend must be one of {', '.join((*BACKENDS, EAGER, FLEX))}, got {name!r}")
+    usual_backends = USUAL_BACKENDS[:2] if quick and is_cuda else CUDA_BACKENDS if is_cuda else USUAL_BACKENDS
     usual_shapes = CUDA_SHAPES if is_cuda else CPU_QUICK_SHAPES if quick else CPU_SHAPES
     usual_lengths = CUDA_LENGTHS if is_cuda else CPU_QUICK_LENGTHS if quick else CPU_LENGTHS
     return Plan(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from mgk.benchmark.yardstick import is_stock
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 COLOURS = {"softmax": "#333333", "smgk": "#0072b2", "mgk": "#d55e00"}
 """By preset; told apart by the colour-blind, too."""
 OTHER_COLOUR = "#009e73"
+OWN_SOFTMAX_COLOUR = "#999999"
+"""Softmax with all the heads through our own kernel, beside the stock ones."""
 STYLES = {"eager": ":", "chunked": "--", "sdpa": "-."}
 """By backend: the fastest has the plain line."""
 
@@ -67,16 +71,23 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
 
 
 def lines(result: Mapping[str, Any]) -> list[Line]:
-    """The fastest stock kernel at each length, and every preset through every backend."""
+    """The fastest stock kernel at each length, our own, and every preset through every backend."""
     baselines = [record for record in result["baselines"] if record.get("sweep")]
     rows = [record for record in result["rows"] if record.get("sweep")]
     if not baselines or not rows:
         return []
     fastest: dict[int, dict[str, Any]] = {}
     for record in baselines:
+        if not is_stock(record):
+            continue
         best = fastest.get(record["tokens"], record)
         fastest[record["tokens"]] = min(best, record, key=lambda each: each["training_ms"])
     found = [_line(f"softmax, {baselines[0]['heads']} heads, SDPA", "softmax", "SDPA", list(fastest.values()))]
+    own_softmax = [record for record in baselines if not is_stock(record)]
+    if own_softmax:
+        backend, heads = own_softmax[0]["backend"], own_softmax[0]["heads"]
+        line = _line(f"softmax, {heads} heads, {backend}", "softmax", backend, own_softmax)
+        found.append(replace(line, colour=OWN_SOFTMAX_COLOUR))
     for preset, backend in dict.fromkeys((record["preset"], record["backend"]) for record in rows):
         own = [record for record in rows if (record["preset"], record["backend"]) == (preset, backend)]
         found.append(_line(f"{preset}, {own[0]['heads']} heads, {backend}", preset, backend, own))

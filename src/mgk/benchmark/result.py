@@ -12,6 +12,7 @@ import torch
 
 import mgk
 from mgk.benchmark.attention import Comparison
+from mgk.ops import softmax_kernel
 from mgk.training.result import device_name, read_json
 
 KINDS = ("attention", "retrieval", "decode", "packed", "linear")
@@ -24,6 +25,7 @@ def begin(kind: str, device: torch.device, config: dict[str, Any]) -> dict[str, 
     return {
         "benchmark": kind,
         "device": device_name(device),
+        "architecture": softmax_kernel.architecture(device.index or 0) if device.type == "cuda" else None,
         "versions": versions(),
         "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "config": config,

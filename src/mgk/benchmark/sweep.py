@@ -47,8 +47,9 @@ def _without_the_slow(present: Sequence[Contestant], found: Comparison, slowest:
     """Those that can be expected to manage twice the length; of the others the comparison says why."""
     staying = []
     for contestant in present:
-        records, name = (found.baselines, "kernel") if contestant.is_baseline else (found.rows, "backend")
-        own = [each for each in records if (each["preset"], each[name]) == (contestant.preset, contestant.backend)]
+        records = found.baselines if contestant.is_baseline else found.rows
+        name = "kernel" if contestant.is_stock else "backend"
+        own = [each for each in records if (each["preset"], each.get(name)) == (contestant.preset, contestant.backend)]
         if not own:
             continue
         # Twice the length has four times the pairs.

@@ -9,23 +9,24 @@ from rich.markup import escape
 from rich.table import Table
 
 from mgk.benchmark import cells
-from mgk.benchmark.attention import Comparison, Record
+from mgk.benchmark.attention import Comparison
+from mgk.benchmark.yardstick import Record, show_way
 
 HOST_BOUND = "* the host takes longer to queue the call than the device takes to do it; the time is the host's"
 
 
 def attention_table(found: Comparison) -> Table:
-    """One shape: stock kernels, presets, and those that are wrong, without a number."""
+    """One shape: softmax, presets, and those that are wrong, without a number."""
     some = found.baselines[0]
     title = f"{cells.show_shape(some)}, {some['dtype']}, {some['device']}"
-    return _table(title, cells.ATTENTION, cells.attention_cells([*found.baselines, *found.rows]), found.failures)
+    return _table(title, cells.ATTENTION, cells.attention_cells(found.baselines, found.rows), found.failures)
 
 
 def retrieval_table(found: Comparison) -> Table:
     """End to end."""
     some = [*found.baselines, *found.rows, *found.failures][0]
     title = f"Retrieval, {some['pairs']} pairs of {some['tokens']:,} bytes, {some['device']}"
-    return _table(title, cells.RETRIEVAL, cells.retrieval_cells([*found.baselines, *found.rows]), found.failures)
+    return _table(title, cells.RETRIEVAL, cells.retrieval_cells(found.baselines, found.rows), found.failures)
 
 
 def linear_table(found: Comparison) -> Table:
@@ -59,7 +60,9 @@ def packed_table(found: Comparison) -> Table:
 def sweep_table(rows: Sequence[Record]) -> Table:
     """The rows that belong to a sweep, with their lengths."""
     rows = [record for record in rows if record.get("sweep")]
-    lines = [[*cell, f"{record['tokens']:,}"] for record, cell in zip(rows, cells.attention_cells(rows), strict=True)]
+    lines = [
+        [*cell, f"{record['tokens']:,}"] for record, cell in zip(rows, cells.attention_cells([], rows), strict=True)
+    ]
     return _table("against the length", (*cells.ATTENTION, "tokens"), lines, ())
 
 
@@ -67,13 +70,14 @@ def notes(found: Comparison) -> list[str]:
     """A line for every reason why something was left out, and one that explains the stars."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for record in found.skipped:
-        reasons.setdefault((cells.show_way(record), record["reason"]), []).append(record["preset"])
+        reasons.setdefault((show_way(record), record["reason"]), []).append(record["preset"])
     lines = [f"left out: {way} for {', '.join(presets)}: {why}" for (way, why), presets in reasons.items()]
+    lines += [f"no training: {cells.show_no_training(record)}" for record in found.rows if record.get("no_training")]
     measured = [
         (record, direction)
         for record in (*found.baselines, *found.rows)
         for direction in ("forward", "training")
-        if f"{direction}_host_ms" in record
+        if record.get(f"{direction}_ms") is not None and f"{direction}_host_ms" in record
     ]
     if any("*" in cells.show_time(record, direction) for record, direction in measured):
         lines.append(HOST_BOUND)
@@ -82,9 +86,7 @@ def notes(found: Comparison) -> list[str]:
 
 def wrongs(found: Comparison) -> list[str]:
     """A line for every result that is wrong."""
-    return [
-        f"wrong: {record['preset']} through {cells.show_way(record)}: {record['reason']}" for record in found.failures
-    ]
+    return [f"wrong: {record['preset']} through {show_way(record)}: {record['reason']}" for record in found.failures]
 
 
 def _table(title: str, headers: Iterable[str], lines: Iterable[list[str]], failures: Iterable[Record]) -> Table:
@@ -95,5 +97,5 @@ def _table(title: str, headers: Iterable[str], lines: Iterable[list[str]], failu
     for line in lines:
         table.add_row(*map(escape, line), style="dim" if line[1].startswith("SDPA") else None)
     for record in failures:
-        table.add_row(record["preset"], cells.show_way(record), str(record["heads"]), "wrong", style="red")
+        table.add_row(record["preset"], show_way(record), str(record["heads"]), "wrong", style="red")
     return table

@@ -40,7 +40,10 @@ def attention(
     ] = "auto",
     backends: Annotated[
         list[str] | None,
-        typer.Option("--backend", help="triton, sdpa, chunked, eager (the paper's code), reference or auto."),
+        typer.Option(
+            "--backend",
+            help="triton, sdpa, chunked, eager (the paper's code), flex (PyTorch's FlexAttention), reference or auto.",
+        ),
     ] = None,
     quick: Quick = False,
     sweep: Annotated[
@@ -50,13 +53,13 @@ def attention(
     plot: Annotated[Path | None, typer.Option(help="Draw time and memory against the length into this file.")] = None,
     device: Device = "auto",
 ) -> None:
-    """Attention: presets with half the heads against softmax through every stock kernel, forward and training.
+    """Attention: presets with half the heads against softmax through every stock kernel and our own, both directions.
 
     Each is compared with fp64 first. One that is wrong gets no number, and the command ends with status 1.
     """
     from mgk.benchmark import result, table
     from mgk.benchmark.attention import compare
-    from mgk.benchmark.contestants import baselines, mixtures
+    from mgk.benchmark.contestants import baselines, mixtures, own_softmax
     from mgk.benchmark.correctness import Judge
     from mgk.benchmark.plan import make_plan
     from mgk.benchmark.plot import draw
@@ -73,7 +76,7 @@ def attention(
     judge = Judge(plan.dtype, where)
     found = result.begin("attention", where, {**plan.facts(), "quick": quick})
     console, heard = _console(), set[str]()
-    contestants = [*baselines(where), *mixtures(plan.presets, plan.backends)]
+    contestants = [*baselines(where), own_softmax(where), *mixtures(plan.presets, plan.backends)]
     for shape in plan.shapes:
         with _display() as display:
             comparison = compare(shape, contestants, judge, plan.effort, report=_follow(display, str(shape)))
@@ -83,7 +86,8 @@ def attention(
         console.print(table.attention_table(comparison))
         _say_notes(console, comparison, heard)
     if plan.lengths:
-        contestants = [*baselines(where), *mixtures(plan.swept_presets, plan.backends)]
+        swept = mixtures(plan.swept_presets, plan.swept_backends)
+        contestants = [*baselines(where), own_softmax(where), *swept]
         comparisons = []
         with _display() as display:
             for comparison in compare_lengths(
@@ -156,7 +160,7 @@ def decode(
     """Generation: a step of attention to a long cache, and tokens per second of a decoder with it."""
     from mgk.benchmark import decode as measurement
     from mgk.benchmark import generation, result, table
-    from mgk.benchmark.contestants import baselines, mixtures
+    from mgk.benchmark.contestants import baselines, mixtures, own_softmax
     from mgk.benchmark.correctness import Judge
     from mgk.benchmark.plan import make_decode_plan
     from mgk.training.result import write
@@ -167,7 +171,7 @@ def decode(
     judge = Judge(plan.dtype, where)
     found = result.begin("decode", where, {**plan.facts(), "quick": quick})
     console, heard = _console(), set[str]()
-    contestants = [*baselines(where), *mixtures(plan.presets, plan.backends)]
+    contestants = [*baselines(where), own_softmax(where), *mixtures(plan.presets, plan.backends)]
     for shape in plan.shapes:
         with _display() as display:
             comparison = measurement.compare(
@@ -210,7 +214,7 @@ def linear(
     from mgk.benchmark import linear as measurement
     from mgk.benchmark import result, table
     from mgk.benchmark.cells import show_crossover
-    from mgk.benchmark.contestants import baselines, linears
+    from mgk.benchmark.contestants import baselines, linears, own_softmax
     from mgk.benchmark.correctness import Judge
     from mgk.benchmark.plan import make_linear_plan
     from mgk.training.result import write
@@ -222,7 +226,9 @@ def linear(
     found = result.begin("linear", where, {**plan.facts(), "quick": quick})
     console, heard = _console(), set[str]()
     # The stock kernels that are ever the fastest: the others take most of the time of such a run.
-    contestants = [*linears(plan.presets, plan.backends[0]), *baselines(where, ("cudnn", "flash"))]
+    contestants = [
+        *linears(plan.presets, plan.backends[0]), *baselines(where, ("cudnn", "flash")), own_softmax(where)
+    ]  # fmt: skip
     for shape in plan.shapes:
         with _display() as display:
             comparison = measurement.compare(
@@ -280,7 +286,7 @@ def packed(
         config = {"presets": chosen, "quick": quick, "rounds": effort.rounds, "corpus": corpus.fingerprint}
         found = result.begin("packed", where, config)
         comparison = measurement.compare(
-            measurement.readers(chosen), corpus, count=count, device=where, effort=effort,
+            measurement.readers(chosen, where), corpus, count=count, device=where, effort=effort,
             report=_follow(display, "IMDb"),
         )  # fmt: skip
     result.add(found, comparison)
@@ -319,6 +325,25 @@ def write_table(
     typer.echo(f"{page}")
 
 
+@app.command("choose")
+def write_choice(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON of mgk bench attention on a GPU.")],
+    to: Annotated[Path | None, typer.Option("--to", help="The table; default: the one that the library reads.")] = None,
+) -> None:
+    """Write the table by which `auto` gives plain softmax to our own kernel where that was measured to be faster."""
+    from mgk.benchmark import result
+    from mgk.benchmark.softmax_choice import choose
+    from mgk.ops import softmax_kernel
+    from mgk.training.result import write
+
+    path = softmax_kernel.PATH if to is None else to
+    found = choose(result.read(file), file.name)
+    write(path, found)
+    if not found["faster"]:
+        typer.echo("nothing to choose: plain softmax keeps the stock kernels everywhere")
+    typer.echo(f"{path}")
+
+
 def _find_device(name: str) -> torch.device:
     import torch
 
@@ -340,7 +365,7 @@ def _default_output(kind: str, device: torch.device, quick: bool) -> Path:
 def _console() -> Console:
     """Wide enough for the tables where nobody's terminal says how wide."""
     console = Console()
-    return console if console.is_terminal else Console(width=120)
+    return console if console.is_terminal else Console(width=140)
 
 
 def _display() -> Display:

@@ -1,0 +1,93 @@
+"""The table by which `auto` gives plain softmax to our own kernel: made of a result, by a command."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mgk.benchmark import result
+from mgk.benchmark.softmax_choice import LEAST_GAIN, choose
+from mgk.cli import app
+from mgk.ops import softmax_kernel
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def softmax(way, batch, tokens, forward, training, **other):
+    record = {
+        "preset": "softmax", "dtype": "bfloat16", "batch": batch, "heads": 8, "tokens": tokens, "head_dim": 64,
+        "causal": True, "forward_ms": forward, "training_ms": training,
+    }  # fmt: skip
+    return {**record, **way, **other}
+
+
+def measured(*sizes, **other):
+    """A result of an H200, from (batch, tokens, our forward, our training); the stock kernels take 10 and 20 ms."""
+    baselines = []
+    for batch, tokens, forward, training in sizes:
+        baselines += [
+            softmax({"kernel": "cudnn"}, batch, tokens, 10.0, 30.0),
+            softmax({"kernel": "flash"}, batch, tokens, 15.0, 20.0),
+            softmax({"backend": "triton"}, batch, tokens, forward, training),
+        ]
+    return {
+        "benchmark": "attention", "device": "NVIDIA H200", "architecture": "sm90", "written": "2026-11-18",
+        "versions": {"torch": "2.11"}, "baselines": baselines, "rows": [], "skipped": [], "failures": [], **other,
+    }  # fmt: skip
+
+
+def chosen(*sizes, **other):
+    return [
+        (each["direction"], each["tokens"], each["queries"], round(each["gain"], 3))
+        for each in choose(measured(*sizes, **other), "a.json")["faster"]
+    ]
+
+
+def test_from_the_smallest_size_on_which_nothing_is_lost():
+    """Short sequences are slower, the longest in training, too."""
+    sizes = [(1, 512, 12.0, 25.0), (1, 1024, 8.0, 16.0), (1, 2048, 5.0, 10.0), (1, 4096, 5.0, 21.0)]
+    assert chosen(*sizes) == [("forward", 1024, 8192, 1.25)]
+
+
+def test_what_has_less_to_do_speaks_for_what_has_more():
+    sizes = [(1, 4096, 8.0, 25.0), (32, 4096, 5.0, 10.0), (16, 8192, 5.0, 10.0)]
+    assert chosen(*sizes) == [("forward", 4096, 32768, 1.25), ("training", 4096, 2**20, 2.0)]
+    # Neither has as many tokens and as many queries as the other.
+    assert chosen((4, 1024, 5.0, 25.0), (1, 2048, 5.0, 25.0)) == [
+        ("forward", 1024, 32768, 2.0), ("forward", 2048, 16384, 2.0),
+    ]  # fmt: skip
+
+
+def test_a_little_is_not_enough():
+    assert f"at least {LEAST_GAIN - 1:.0%} faster".replace("%", " %") in (ROOT / "docs" / "benchmarks.md").read_text()
+    assert chosen((1, 1024, 9.9, 19.9)) == []
+    assert chosen((1, 1024, 9.6, 19.9)) == [("forward", 1024, 8192, 1.042)]
+
+
+def test_what_says_nothing_of_our_kernel_on_a_gpu_chooses_nothing():
+    assert chosen((1, 1024, 5.0, 10.0), architecture=None) == []
+    old = measured((1, 1024, 5.0, 10.0))
+    del old["architecture"]
+    assert choose(old, "a.json")["faster"] == []
+    stock = [record for record in old["baselines"] if "kernel" in record]
+    assert choose({**old, "architecture": "sm90", "baselines": stock}, "a.json")["faster"] == []
+    with pytest.raises(ValueError, match="must be that of mgk bench attention, got mgk bench decode"):
+        choose({**old, "benchmark": "decode"}, "a.json")
+
+
+def test_the_command_writes_what_the_library_reads(tmp_path):
+    file, table = tmp_path / "attention-h200.json", tmp_path / "table.json"
+    file.write_text(json.dumps(measured((1, 1024, 5.0, 10.0))))
+    done = CliRunner().invoke(app, ["bench", "choose", str(file), "--to", str(table)])
+    assert done.exit_code == 0, done.output
+    assert json.loads(table.read_text())["source"] == "attention-h200.json"
+    forward, training = softmax_kernel.read(table)
+    assert (forward.architecture, forward.head_dim, forward.is_causal, forward.tokens) == ("sm90", 64, True, 1024)
+    assert (forward.needs_gradient, training.needs_gradient) == (False, True)
+
+
+def test_the_table_of_the_library_is_that_of_the_committed_run():
+    table = json.loads(softmax_kernel.PATH.read_text())
+    run = ROOT / "results" / "bench" / table["source"]
+    assert table == choose(result.read(run), run.name), "run mgk bench choose results/bench/attention-h200.json"
