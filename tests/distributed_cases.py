@@ -178,7 +178,7 @@ def run_case(name: str, corpora: Path, folder: Path, *, ranks: int = 1) -> None:
         tensors["logits"] = compute_logits(trainer.model)
         result = finish(trainer)
     seen = {"losses": losses, "validated": validated, "metrics": result["metrics"], "skipped": trainer.state.skipped,
-            "tokens": trainer.state.tokens, "step": trainer.state.step}  # fmt: skip
+            "tokens": trainer.state.tokens, "step": trainer.state.step, "items": result.get("items")}  # fmt: skip
     save_file(tensors, folder / f"rank-{fabric.global_rank}.safetensors")
     (folder / f"rank-{fabric.global_rank}.json").write_text(json.dumps(seen))
 

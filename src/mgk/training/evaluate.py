@@ -68,7 +68,8 @@ def evaluate_run(
     model = task.build_model()
     snapshot.restore_weights(found, model)
     model.to(place).eval()
-    metrics: dict[str, Any] = dict(task.evaluate(model, split, share, progress))
+    tested, items = task.test(model, split, share, progress)
+    metrics: dict[str, Any] = dict(tested)
     where: dict[str, Any] = {"device": share.device, "precision": share.precision, "progress": progress}
     if config.task == "language" and stride is not None:
         tokens = task.corpus.splits[split].sequences["text"].tokens
@@ -96,7 +97,7 @@ def evaluate_run(
     written = result.describe(
         config, metrics=metrics, corpus=task.corpus.fingerprint, device=place, split=split, best_step=found.step,
         precision=share.precision_name,
-        baselines=baselines.compute(task.corpus, split), **facts,
+        baselines=baselines.compute(task.corpus, split), **facts, **result.items({split: items}),
     )  # fmt: skip
     result.write(folder / f"evaluation-{split}.json", written)
     return written

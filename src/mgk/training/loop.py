@@ -174,9 +174,13 @@ class Trainer:
 
     def evaluate(self, split: str) -> dict[str, float]:
         """The metrics of a split with the weights of now."""
-        metrics = self.task.evaluate(self.model, split, self.share, self._watched)
+        return self.test(split)[0]
+
+    def test(self, split: str) -> tuple[dict[str, float], dict[str, Any] | None]:
+        """Likewise, and which of its items were right, where there is such a thing."""
+        found = self.task.test(self.model, split, self.share, self._watched)
         self._show()
-        return metrics
+        return found
 
     def save(self, *, must: bool = False) -> None:
         """Write a checkpoint. One that cannot be written is reported, and is an error only where it ``must``."""

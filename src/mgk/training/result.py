@@ -50,6 +50,12 @@ def describe(
     }
 
 
+def items(by_split: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
+    """What a result says of single items: ``items``, by split, where any split has them."""
+    known = {split: record for split, record in by_split.items() if record is not None}
+    return {"items": known} if known else {}
+
+
 def write(path: Path, result: Mapping[str, Any]) -> None:
     """Write a result, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -77,7 +77,7 @@ def fit(
 def finish(trainer: Trainer) -> dict[str, Any]:
     """Test the best model of a finished run, and write ``result.json``."""
     best = trainer.load_best()
-    tested = trainer.evaluate("test")
+    tested, items = trainer.test("test")
     state, corpus = trainer.state, trainer.task.corpus
     found = result.describe(
         trainer.config,
@@ -93,6 +93,7 @@ def finish(trainer: Trainer) -> dict[str, Any]:
         tokens=state.tokens,
         seconds=state.seconds,
         baselines=baselines.compute(corpus) if trainer.fabric.is_global_zero else {},
+        **result.items({"test": items}),
     )
     if trainer.fabric.is_global_zero:
         result.write(trainer.folder / result.RESULT, found)

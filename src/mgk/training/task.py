@@ -24,6 +24,7 @@ from mgk.data.registry import KINDS
 from mgk.data.store import Corpus, Sequences, Split
 from mgk.evaluation import bleu, perplexity
 from mgk.evaluation.accuracy import accuracy, in_order_of_length
+from mgk.evaluation.items import pack_items
 from mgk.models import (
     MGKConfig,
     MGKForCausalLM,
@@ -104,6 +105,12 @@ class Task(Protocol):
     def evaluate(self, model: nn.Module, split: str, share: Share, progress: Progress) -> dict[str, float]:
         """The metrics of a split, the same on every rank; ``loss`` is among them."""
 
+    def test(
+        self, model: nn.Module, split: str, share: Share, progress: Progress
+    ) -> tuple[dict[str, float], dict[str, Any] | None]:
+        """The metrics of a split, and :func:`mgk.evaluation.pack_items` of which of its items were right; ``None``
+        where an item is neither right nor wrong."""
+
     def save_tokenizer(self, folder: Path) -> None:
         """Put what turns text into tokens beside a saved model, where there is such a thing."""
 
@@ -171,6 +178,11 @@ class Classification:
         return sum(int(batch[name].sum()) for name in ("attention_mask", "pair_attention_mask") if name in batch)
 
     def evaluate(self, model: nn.Module, split: str, share: Share, progress: Progress) -> dict[str, float]:
+        return self.test(model, split, share, progress)[0]
+
+    def test(
+        self, model: nn.Module, split: str, share: Share, progress: Progress
+    ) -> tuple[dict[str, float], dict[str, Any] | None]:
         content = self.corpus.splits[split]
         batches = in_order_of_length(
             self._sequences(content), content.numbers["labels"], self.config.validation.batch_size,
@@ -181,7 +193,8 @@ class Classification:
             model, _limited(batches, self.config, split), device=share.device, precision=share.precision,
             rank=share.rank, ranks=share.ranks, progress=progress,
         )  # fmt: skip
-        return {"accuracy": score.accuracy, "loss": score.loss, "count": float(score.count)}
+        metrics = {"accuracy": score.accuracy, "loss": score.loss, "count": float(score.count)}
+        return metrics, None if score.right is None else pack_items(score.right)
 
     def save_tokenizer(self, folder: Path) -> None:
         pass
@@ -239,6 +252,11 @@ class Language:
             "bits_per_token": found.bits_per_token,
             "count": float(found.tokens),
         }
+
+    def test(
+        self, model: nn.Module, split: str, share: Share, progress: Progress
+    ) -> tuple[dict[str, float], dict[str, Any] | None]:
+        return self.evaluate(model, split, share, progress), None
 
     def save_tokenizer(self, folder: Path) -> None:
         pass
@@ -333,6 +351,11 @@ class Translation:
             wanted = bleu.references(self.corpus, split)
             found["bleu"] = bleu.score(said, wanted, tokenised=bleu.is_tokenised(self.corpus)).bleu
         return found
+
+    def test(
+        self, model: nn.Module, split: str, share: Share, progress: Progress
+    ) -> tuple[dict[str, float], dict[str, Any] | None]:
+        return self.evaluate(model, split, share, progress), None
 
     def save_tokenizer(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(folder)
