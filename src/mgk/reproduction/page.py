@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mgk.reproduction.claims import LEVEL, MINIMUM_SEEDS, Verdict
+from mgk.reproduction.items import BINOMIAL
 from mgk.reproduction.missing import Missing, Need
 
 
@@ -99,11 +100,14 @@ def title(page: Page) -> str:
 def test_in_words() -> str:
     """The test behind the verdicts."""
     return (
-        f"Welch's t test between the seeds of two rows, two-sided, level {LEVEL}, p values adjusted by Holm over the "
-        f'comparisons of one sentence; {MINIMUM_SEEDS} seeds in each row at least. "Not worse" is tested against the '
-        f"margin of its metric (0.5 points of accuracy, perplexity or BLEU: ours, the paper has none). Differences are "
-        f'positive where the first row is better, with the 95 % interval of the difference, not adjusted. "Not shown": '
-        f"the seeds decide neither way."
+        f"A t test between the seeds of two rows (of their differences where both have the same seeds, Welch's where "
+        f"not), two-sided, level {LEVEL}, p values adjusted by Holm over the comparisons of one sentence; "
+        f'{MINIMUM_SEEDS} seeds in each row at least. "Not worse" is tested against the margin of its metric (0.5 '
+        f"points of accuracy, perplexity or BLEU: ours, the paper has none). Differences are positive where the first "
+        f'row is better, with the 95 % interval of the difference, not adjusted. "P(better)" is the probability that '
+        f'a run of the first row is better than one of the second, with its 95 % interval. "Over test items" is the '
+        f"95 % interval of the difference if test items, and seeds, were drawn anew; binomial where results do not "
+        f'say which items were right. "Not shown": the seeds decide neither way.'
     )
 
 
@@ -119,10 +123,28 @@ def verdict_grid(verdicts: Sequence[Verdict]) -> Grid:
     for verdict in verdicts:
         digits = verdict.claim.metric.decimals
         published = "" if verdict.published is None else f"{verdict.published:+.{digits}f}"
-        lines.append(
-            (verdict.claim.what, published, verdict.why, f"{verdict.seeds[0]}, {verdict.seeds[1]}", verdict.outcome)
-        )
-    return Grid(title="", header=("comparison", "in the paper", "ours", "seeds", "verdict"), lines=tuple(lines))
+        seeds = f"{verdict.seeds[0]}, {verdict.seeds[1]}{', paired' if verdict.is_paired else ''}"
+        found = verdict.improvement
+        likely = "" if found is None else f"{found.probability:.2f} [{found.low:.2f}, {found.high:.2f}]"
+        lines.append((verdict.claim.what, published, verdict.why, likely, _over_items(verdict), seeds, verdict.outcome))
+    header = ("comparison", "in the paper", "ours", "P(better)", "over test items", "seeds", "verdict")
+    # Perplexities have no items, and times no runs.
+    shown = [
+        place for place, name in enumerate(header)
+        if name not in ("P(better)", "over test items") or any(line[place] for line in lines)
+    ]  # fmt: skip
+    return Grid(
+        title="",
+        header=tuple(header[place] for place in shown),
+        lines=tuple(tuple(line[place] for place in shown) for line in lines),
+    )
+
+
+def _over_items(verdict: Verdict) -> str:
+    if verdict.over_items is None:
+        return ""
+    low, high, over = verdict.over_items.low, verdict.over_items.high, verdict.over_items.over
+    return f"[{low:+.2f}, {high:+.2f}]{' binomial' if over == BINOMIAL else ''}"
 
 
 def by_sentence(verdicts: Sequence[Verdict]) -> dict[tuple[str, str], list[Verdict]]:
@@ -134,11 +156,13 @@ def by_sentence(verdicts: Sequence[Verdict]) -> dict[tuple[str, str], list[Verdi
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
-    """A sentence stands if all of its comparisons do, and falls with one."""
+    """A sentence stands if all of its comparisons do that can be judged at all, and falls with one."""
     outcomes = {verdict.outcome for verdict in verdicts}
     for decisive in ("does not hold", "not yet measured", "not yet enough seeds", "not shown"):
         if decisive in outcomes:
             return decisive
+    if "corpus not to be had" in outcomes:
+        return "holds where its corpus can be had" if "holds" in outcomes else "corpus not to be had"
     return "holds"
 
 

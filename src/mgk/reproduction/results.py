@@ -22,8 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 import mgk.recipes
 from mgk.analysis.curves import read_measurements
+from mgk.evaluation.items import unpack_items
 from mgk.reproduction import numbers
 from mgk.reproduction.metrics import Metric
 from mgk.training import result
@@ -58,8 +62,12 @@ class Results:
     """Measurements during training, by the name of the run."""
     measurements: Mapping[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
     """Those of ``mgk bench retrieval``, by recipe and row."""
+    right: Mapping[Key, NDArray[np.bool_]] = field(default_factory=dict)
+    """Which test items each run got right, ``[items]``, of those runs that say so."""
     notes: tuple[str, ...] = ()
     """What was set aside, and why."""
+    resampled: dict[str, Mapping[Key, NDArray[np.float64]]] = field(default_factory=dict, init=False, repr=False)
+    """Accuracies on items drawn anew, by recipe, made when they are first asked for: see :mod:`.items`."""
 
     def values(self, recipe: str, row: str, metric: Metric) -> dict[int, float]:
         """A metric of a row by seed, in the paper's unit."""
@@ -81,6 +89,28 @@ class Results:
     def trained(self, recipe: str, row: str) -> set[int]:
         """The seeds whose runs are finished."""
         return {seed for name, own, seed in self.runs if (name, own) == (recipe, row)}
+
+    def has_any(self, recipe: str) -> bool:
+        """Whether there is anything at all that was trained by a recipe."""
+        start = f"{recipe.replace('/', '-')}-"
+        named = [name for name in (*self.trainings, *self.analyses) if name.startswith(start)]
+        return bool(self.rows(recipe)) or recipe in map(_recipe_of_name, named)
+
+    def corpus(self, key: Key) -> str:
+        """The fingerprint of the data of a run; empty where nobody knows."""
+        found = self._tested(key).get("corpus")
+        return str(found.get("fingerprint", "")) if isinstance(found, Mapping) else ""
+
+    def test_items(self, key: Key) -> int | None:
+        """Of how many items the accuracy of a run is."""
+        if key in self.right:
+            return len(self.right[key])
+        metrics = self._tested(key).get("metrics", {})
+        count = metrics.get("test", metrics).get("count")
+        return int(count) if count else None
+
+    def _tested(self, key: Key) -> Mapping[str, Any]:
+        return self.runs.get(key) or self.evaluations.get((key, "test"), {})
 
     def measurement(self, recipe: str, row: str) -> Mapping[str, Any] | None:
         """Time and memory of a row."""
@@ -164,6 +194,7 @@ def read_results(folder: Path) -> Results:
         analyses=analyses,
         trainings={name: _read_curve(path) for name, path in curves.items()},
         measurements=measurements,
+        right=_read_items(runs, evaluations),
         notes=(*notes, *_corpora(runs)),
     )
 
@@ -184,6 +215,7 @@ def _read_run(path: Path) -> dict[str, Any]:
         if not isinstance(content.get(name), kind):
             raise ValueError(f"{path} must have a {name} of a run, got {content.get(name)!r}")
     _check_numbers(content["metrics"], path)
+    _check_items(content, path)
     if not isinstance(content.get("parameters", 0), int):
         raise ValueError(f"{path} must have a whole number of parameters, got {content['parameters']!r}")
     return content
@@ -218,6 +250,31 @@ def _is_usable(content: Mapping[str, Any], path: Path, folder: Path, notes: list
 @functools.cache
 def _recipe(name: str) -> mgk.recipes.Recipe:
     return mgk.recipes.load(name)
+
+
+def _read_items(
+    runs: Mapping[Key, Mapping[str, Any]], evaluations: Mapping[tuple[Key, str], Mapping[str, Any]]
+) -> dict[Key, NDArray[np.bool_]]:
+    """Which test items were right, of runs, and of evaluations whose run is not here."""
+    tested = {key: content for (key, split), content in evaluations.items() if split == "test"} | dict(runs)
+    return {
+        key: unpack_items(found["items"]["test"]) for key, found in tested.items() if "test" in found.get("items", {})
+    }
+
+
+def _check_items(content: Mapping[str, Any], path: Path) -> None:
+    """Refuse a record of items that is damaged, or that says something else than the accuracy beside it."""
+    records = content.get("items", {})
+    if not isinstance(records, Mapping) or not all(isinstance(record, Mapping) for record in records.values()):
+        raise ValueError(f"{path} must have its items by split, got {str(records)[:40]}")
+    for split, record in records.items():
+        try:
+            share = float(unpack_items(record).mean())
+        except ValueError as error:
+            raise ValueError(f"{path} must say which items were right, but {error}") from error
+        accuracy = content["metrics"].get(split, content["metrics"]).get("accuracy")
+        if accuracy is None or abs(share - accuracy) > 1e-6:
+            raise ValueError(f"{path} must have items that agree with its accuracy of {accuracy}, got {share} right")
 
 
 def _corpora(runs: Mapping[Key, Mapping[str, Any]]) -> Iterator[str]:
@@ -260,10 +317,15 @@ def _recipes_in(note: str) -> set[str]:
     for word in note.replace(",", " ").split():
         folder, _, file = word.partition("/")
         name = file if folder in _OTHER_FOLDERS else word.replace("/", "-")
-        # The longest, since lra-retrieval is how lra-retrieval-linear begins.
-        recipes = [each for each in mgk.recipes.names() if f"{name}-".startswith(f"{each.replace('/', '-')}-")]
-        found |= {max(recipes, key=len)} if recipes else set()
+        found |= {_recipe_of_name(name)} - {""}
     return found
+
+
+def _recipe_of_name(name: str) -> str:
+    """The recipe of a run by the name of its files."""
+    # The longest, since lra-retrieval is how lra-retrieval-linear begins.
+    recipes = [each for each in mgk.recipes.names() if f"{name}-".startswith(f"{each.replace('/', '-')}-")]
+    return max(recipes, key=len, default="")
 
 
 def _by_seed(named: Mapping[str, T], recipe: str, row: str) -> dict[int, T]:
