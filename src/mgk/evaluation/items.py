@@ -30,7 +30,9 @@ def unpack_items(record: Mapping[str, Any]) -> NDArray[np.bool_]:
     """The truth values of :func:`pack_items`."""
     count, text = record.get("count"), record.get("right")
     if not isinstance(count, int) or isinstance(count, bool) or count < 1 or not isinstance(text, str):
-        raise ValueError(f"a record of items must have a count and base64 of their bits, got {count!r} and {text!r:.40}")
+        raise ValueError(
+            f"a record of items must have a count and base64 of their bits, got {count!r} and {text!r:.40}"
+        )
     try:
         content = base64.b64decode(text.encode("ascii"), validate=True)
     except (binascii.Error, UnicodeEncodeError) as error:

@@ -1,9 +1,10 @@
 """The claims of the paper, and what our runs say about them.
 
-The test: t between the seeds of two rows, paired where both have the same seeds and Welch's where not, two-sided, at
-level 0.05, p values adjusted by Holm over the comparisons of one sentence of the paper. A claim "comparable" is tested
-against the margin of its metric instead of 0. Fewer than three seeds in a row decide nothing. A claim about a corpus
-that cannot be had is not judged; the same comparison on what stands in for it is a claim of its own.
+The test: Welch's t between the seeds of two rows, two-sided, at level 0.05, p values adjusted by Holm over the
+comparisons of one sentence of the paper. A claim "comparable" is tested against the margin of its metric instead of 0.
+Fewer than three seeds in a row decide nothing. Where both rows have the same seeds, the p value of the paired test
+stands beside it, and decides nothing: see docs/reproduction.md. A claim about a corpus that cannot be had is not
+judged; the same comparison on what stands in for it is a claim of its own.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class Verdict:
     """By how much the first wins in the paper, in the direction that is better; ``None``: it prints no number."""
     found: float | None = None
     """By how much it wins in ours."""
-    is_paired: bool = False
-    """Whether seed was compared with seed."""
+    paired_p: float | None = None
+    """Of the test that compares seed with seed, adjusted in the same way; ``None`` where the rows have other seeds."""
     improvement: Improvement | None = None
     """The probability that a run of the first row is better than one of the second."""
     over_items: ItemInterval | None = None
@@ -118,7 +119,7 @@ def with_stand_ins(chosen: Sequence[Claim], results: Results) -> list[Claim]:
 def judge(chosen: Sequence[Claim], results: Results) -> list[Verdict]:
     """A verdict on every claim, in their order."""
     verdicts: dict[Claim, Verdict] = {}
-    families: dict[tuple[str, str, str], list[tuple[Claim, Contrast]]] = {}
+    families: dict[tuple[str, str, str], list[tuple[Claim, Contrast, Contrast | None]]] = {}
     untested: dict[tuple[str, str, str], int] = {}
     for claim in chosen:
         family = (claim.page, claim.sentence, claim.where)
@@ -145,17 +146,20 @@ def judge(chosen: Sequence[Claim], results: Results) -> list[Verdict]:
             )
             continue
         margin = claim.metric.margin if claim.kind == "comparable" else 0.0
-        tested = contrast(_samples(claim, results, in_pairs=_is_paired(claim, results)), -margin)
-        families.setdefault(family, []).append((claim, tested))
+        tested = contrast(_samples(claim, results, in_pairs=False), -margin)
+        pairs = contrast(_samples(claim, results, in_pairs=True), -margin) if _is_paired(claim, results) else None
+        families.setdefault(family, []).append((claim, tested, pairs))
     for family, members in families.items():
         # Those that cannot be tested yet count as well, or a verdict would fall when more runs come in.
-        raw = [tested.p for _, tested in members] + [1.0] * untested.get(family, 0)
-        for (claim, tested), p in zip(members, holm(raw), strict=False):
-            verdicts[claim] = _decide(claim, tested, p, results)
+        rest = [1.0] * untested.get(family, 0)
+        p_values = holm([tested.p for _, tested, _ in members] + rest)
+        paired = holm([1.0 if pairs is None else pairs.p for _, _, pairs in members] + rest)
+        for (claim, tested, pairs), p, paired_p in zip(members, p_values, paired, strict=False):
+            verdicts[claim] = _decide(claim, tested, p, None if pairs is None else paired_p, results)
     return [verdicts[claim] for claim in chosen]
 
 
-def _decide(claim: Claim, tested: Contrast, p: float, results: Results) -> Verdict:
+def _decide(claim: Claim, tested: Contrast, p: float, paired_p: float | None, results: Results) -> Verdict:
     outcome: Outcome = "not shown"
     if p < LEVEL:
         outcome = "holds" if tested.t > 0 else "does not hold"
@@ -168,7 +172,7 @@ def _decide(claim: Claim, tested: Contrast, p: float, results: Results) -> Verdi
         seeds=_seeds(claim, results),
         published=_published(claim),
         found=tested.estimate,
-        is_paired=_is_paired(claim, results),
+        paired_p=paired_p,
         improvement=improvement([_values(claim, recipe, results) for recipe in claim.recipes]),
         over_items=_over_items(claim, results),
     )

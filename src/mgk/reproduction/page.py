@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mgk.reproduction.claims import LEVEL, MINIMUM_SEEDS, Verdict
+from mgk.reproduction.claims import LEVEL, MINIMUM_SEEDS, Verdict, show_p
 from mgk.reproduction.items import BINOMIAL
 from mgk.reproduction.missing import Missing, Need
 
@@ -100,14 +100,15 @@ def title(page: Page) -> str:
 def test_in_words() -> str:
     """The test behind the verdicts."""
     return (
-        f"A t test between the seeds of two rows (of their differences where both have the same seeds, Welch's where "
-        f"not), two-sided, level {LEVEL}, p values adjusted by Holm over the comparisons of one sentence; "
-        f'{MINIMUM_SEEDS} seeds in each row at least. "Not worse" is tested against the margin of its metric (0.5 '
-        f"points of accuracy, perplexity or BLEU: ours, the paper has none). Differences are positive where the first "
-        f'row is better, with the 95 % interval of the difference, not adjusted. "P(better)" is the probability that '
-        f'a run of the first row is better than one of the second, with its 95 % interval. "Over test items" is the '
-        f"95 % interval of the difference if test items, and seeds, were drawn anew; binomial where results do not "
-        f'say which items were right. "Not shown": the seeds decide neither way.'
+        f"Welch's t test between the seeds of two rows, two-sided, level {LEVEL}, p values adjusted by Holm over the "
+        f'comparisons of one sentence; {MINIMUM_SEEDS} seeds in each row at least. "Not worse" is tested against the '
+        "margin of its metric (0.5 points of accuracy, perplexity or BLEU: ours, the paper has none). Differences are "
+        "positive where the first row is better, with the 95 % interval of the difference, not adjusted. "
+        '"Paired p" is that of the differences between runs with the same seed, adjusted likewise; it decides nothing. '
+        '"P(better)" is the probability that a run of the first row is better than one of the second, with its 95 % '
+        'interval. "Over test items" is the 95 % interval of the difference if test items, and seeds, were drawn anew; '
+        'binomial, over items alone, where results do not say which items were right. "Not shown": the seeds decide '
+        "neither way."
     )
 
 
@@ -123,15 +124,19 @@ def verdict_grid(verdicts: Sequence[Verdict]) -> Grid:
     for verdict in verdicts:
         digits = verdict.claim.metric.decimals
         published = "" if verdict.published is None else f"{verdict.published:+.{digits}f}"
-        seeds = f"{verdict.seeds[0]}, {verdict.seeds[1]}{', paired' if verdict.is_paired else ''}"
+        seeds = "" if verdict.outcome == "corpus not to be had" else f"{verdict.seeds[0]}, {verdict.seeds[1]}"
+        paired = "" if verdict.paired_p is None else show_p(verdict.paired_p)
         found = verdict.improvement
         likely = "" if found is None else f"{found.probability:.2f} [{found.low:.2f}, {found.high:.2f}]"
-        lines.append((verdict.claim.what, published, verdict.why, likely, _over_items(verdict), seeds, verdict.outcome))
-    header = ("comparison", "in the paper", "ours", "P(better)", "over test items", "seeds", "verdict")
+        lines.append(
+            (verdict.claim.what, published, verdict.why, paired, likely, _over_items(verdict), seeds, verdict.outcome)
+        )
+    optional = ("paired p", "P(better)", "over test items")
+    header = ("comparison", "in the paper", "ours", *optional, "seeds", "verdict")
     # Perplexities have no items, and times no runs.
     shown = [
         place for place, name in enumerate(header)
-        if name not in ("P(better)", "over test items") or any(line[place] for line in lines)
+        if name not in optional or any(line[place] for line in lines)
     ]  # fmt: skip
     return Grid(
         title="",

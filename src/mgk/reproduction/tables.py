@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mgk.recipes
-from mgk.reproduction.claims import claims, judge, with_stand_ins
+from mgk.reproduction.claims import MINIMUM_SEEDS, claims, judge, with_stand_ins
 from mgk.reproduction.items import ACCURACY, accuracy_interval
 from mgk.reproduction.metrics import Metric, metric
 from mgk.reproduction.missing import Need, find_missing
 from mgk.reproduction.page import Grid, Page
 from mgk.reproduction.results import Results
 from mgk.reproduction.stand_ins import explain, in_place_of, is_gone
-from mgk.reproduction.statistics import mean, standard_error, t_quantile
+from mgk.reproduction.statistics import correlation, mean, standard_error, t_quantile
 
 Recipes = Mapping[str, Mapping[str, Mapping[str, float]]]
 """Published numbers by recipe, row and metric."""
@@ -107,7 +108,7 @@ def table_page(name: str, results: Results, seeds: int = SEEDS) -> Page:
     return Page(
         name=name,
         title=table["title"],
-        text=(*TEXTS.get(name, ()), *explain(gone, results)),
+        text=(*TEXTS.get(name, ()), *explain(gone, results), *_seeds_in_common(used, results)),
         grids=(*grids, *interval_grids(used, results)),
         verdicts=tuple(judge(with_stand_ins(claims(name), results), results)),
         needs=tuple(needs),
@@ -169,7 +170,8 @@ def interval_grids(recipes: Sequence[str], results: Results) -> list[Grid]:
     """For rows with an accuracy: how far other seeds, and other test items, would move it."""
     lines = []
     for recipe in recipes:
-        for row in results.rows(recipe):
+        order = mgk.recipes.load(recipe).rows
+        for row in sorted(results.rows(recipe), key=lambda row: order.index(row) if row in order else len(order)):
             values = list(results.values(recipe, row, ACCURACY).values())
             found = accuracy_interval(results, recipe, row)
             if found is None:
@@ -184,6 +186,25 @@ def interval_grids(recipes: Sequence[str], results: Results) -> list[Grid]:
         return []
     header = ("recipe", "row", ACCURACY.title, "other seeds", "other items", "drawn anew")
     return [Grid(title="95 % intervals of the mean accuracy", header=header, lines=tuple(lines))]
+
+
+def _seeds_in_common(recipes: Sequence[str], results: Results) -> list[str]:
+    """How much a seed does to two rows alike, which is what a paired test lives on."""
+    said = []
+    for recipe in recipes:
+        values = {row: results.values(recipe, row, ACCURACY) for row in results.rows(recipe)}
+        found = [
+            correlation([first[seed] for seed in first], [second[seed] for seed in first])
+            for first, second in itertools.combinations(values.values(), 2)
+            if len(first) >= MINIMUM_SEEDS and first.keys() == second.keys()
+        ]
+        known = [each for each in found if each is not None]
+        if known:
+            said.append(
+                f"{recipe}: over the seeds that rows share, accuracies of two rows have a correlation of "
+                f"{mean(known):+.2f} on average ({len(known)} pairs of rows)."
+            )
+    return said
 
 
 def _stand_in_grid(recipe: str, rows: Mapping[str, Mapping[str, float]], results: Results) -> Grid:
