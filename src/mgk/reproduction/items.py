@@ -8,6 +8,7 @@ have the same. A result without such a record has the interval of a binomial sha
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -118,7 +119,8 @@ def _resampled(results: Results, recipe: str) -> Mapping[Key, NDArray[np.float64
         if sizes:
             usual = max(dict.fromkeys(sizes), key=sizes.count)
             keys = [key for key, size in zip(records, sizes, strict=True) if size == usual]
-            found = 100 * resample(np.stack([records[key] for key in keys]))
+            # Corpora of the same size share no items either, so each recipe has draws of its own.
+            found = 100 * resample(np.stack([records[key] for key in keys]), seed=zlib.crc32(recipe.encode()))
             kept = dict(zip(keys, found, strict=True))
         results.resampled[recipe] = kept
     return results.resampled[recipe]

@@ -17,6 +17,7 @@ from mgk.reproduction.escape import step_of_escape
 from mgk.reproduction.metrics import metric
 from mgk.reproduction.missing import Need, find_missing
 from mgk.reproduction.page import Grid, Page
+from mgk.reproduction.recipe import bundled
 from mgk.reproduction.results import Results
 from mgk.reproduction.statistics import holm
 from mgk.reproduction.survival import LogRank, Run, log_rank, median
@@ -113,7 +114,7 @@ def recipes(results: Results) -> list[str]:
     """Those of the ListOps of the Long Range Arena of which there are finished runs with their curves."""
     found = []
     for name in mgk.recipes.names():
-        data = mgk.recipes.load(name).values.get("data", {})
+        data = bundled(name).values.get("data", {})
         # Short lists have no such plateau.
         if data.get("corpus") == "listops" and not data.get("options") and escapes(results, name):
             found.append(name)
@@ -134,13 +135,13 @@ def escapes(results: Results, recipe: str) -> dict[str, list[Run]]:
                 continue
             step = step_of_escape(lines, THRESHOLD)
             found.setdefault(row, []).append((max(tried), False) if step is None else (step, True))
-    order = mgk.recipes.load(recipe).rows
+    order = bundled(recipe).rows
     return dict(sorted(found.items(), key=lambda each: order.index(each[0]) if each[0] in order else len(order)))
 
 
 def questions(recipe: str) -> list[Question]:
     """Those that a recipe has rows for: no table has both softmax and linear attention."""
-    known = set(mgk.recipes.load(recipe).rows)
+    known = set(bundled(recipe).rows)
     return [question for question in QUESTIONS if any(known >= set(pair) for pair in question.pairs)]
 
 

@@ -9,6 +9,7 @@ import mgk.recipes
 from mgk.reproduction import plateau
 from mgk.reproduction.metrics import Metric, metric
 from mgk.reproduction.page import Grid, Page, by_sentence, markdown_table, summary
+from mgk.reproduction.recipe import bundled
 from mgk.reproduction.results import Results
 from mgk.reproduction.statistics import mean, standard_error, t_quantile
 from mgk.reproduction.survival_curves import split_row
@@ -71,7 +72,7 @@ def results_text(pages: Sequence[Page], results: Results) -> str:
 
 def _line(recipe: str, results: Results) -> tuple[str, ...] | None:
     """The rows of a recipe at the number of heads that fills most cells, of several the largest."""
-    loaded = mgk.recipes.load(recipe)
+    loaded = bundled(recipe)
     shown = metric(OURS.get(recipe, _METRICS[str(loaded.values.get("task"))]))
     rows = [row for row in results.rows(recipe) if results.values(recipe, row, shown)]
     if not rows:
@@ -166,7 +167,7 @@ def _missed(results: Results) -> list[str]:
     """Rows whose number is surely not the paper's."""
     found = []
     for recipe in mgk.recipes.names():
-        shown = metric(OURS.get(recipe, _METRICS[str(mgk.recipes.load(recipe).values.get("task"))]))
+        shown = metric(OURS.get(recipe, _METRICS[str(bundled(recipe).values.get("task"))]))
         own = []
         for row in results.rows(recipe):
             values = list(results.values(recipe, row, shown).values())

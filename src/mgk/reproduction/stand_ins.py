@@ -7,10 +7,9 @@ the pairs and has trained on them sees the paper's own table: a recipe with resu
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
-import mgk.recipes
+from mgk.reproduction.recipe import bundled
 from mgk.reproduction.results import Results
 
 GONE = ("aan",)
@@ -46,6 +45,5 @@ def name_stand_ins(title: str, recipes: Sequence[str], results: Results) -> str:
     return title.replace("Retrieval", f"{' and '.join(found)} in place of Retrieval") if found else title
 
 
-@functools.cache
 def _corpus(recipe: str) -> str:
-    return str(mgk.recipes.load(recipe).values.get("data", {}).get("corpus", ""))
+    return str(bundled(recipe).values.get("data", {}).get("corpus", ""))

@@ -13,6 +13,7 @@ from mgk.reproduction.items import ACCURACY, accuracy_interval
 from mgk.reproduction.metrics import Metric, metric
 from mgk.reproduction.missing import Need, find_missing
 from mgk.reproduction.page import Grid, Page
+from mgk.reproduction.recipe import bundled
 from mgk.reproduction.results import Results
 from mgk.reproduction.stand_ins import explain, in_place_of, is_gone
 from mgk.reproduction.statistics import correlation, mean, standard_error, t_quantile
@@ -126,7 +127,7 @@ def own_page(name: str, results: Results, seeds: int = SEEDS) -> Page:
         results: what we have.
         seeds: how many each row should have.
     """
-    recipe = mgk.recipes.load(name)
+    recipe = bundled(name)
     shown = metric(OURS[name])
     lines = tuple((row, show(list(results.values(name, row, shown).values()), shown.decimals)) for row in recipe.rows)
     needs = [Need(recipe=name, row=row, metric=shown, seeds=seeds) for row in recipe.rows]
@@ -170,7 +171,7 @@ def interval_grids(recipes: Sequence[str], results: Results) -> list[Grid]:
     """For rows with an accuracy: how far other seeds, and other test items, would move it."""
     lines = []
     for recipe in recipes:
-        order = mgk.recipes.load(recipe).rows
+        order = bundled(recipe).rows
         for row in sorted(results.rows(recipe), key=lambda row: order.index(row) if row in order else len(order)):
             values = list(results.values(recipe, row, ACCURACY).values())
             found = accuracy_interval(results, recipe, row)
