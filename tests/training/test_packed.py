@@ -11,7 +11,7 @@ STEPS = 6
 
 def losses(task, corpus, folder, **data):
     config = make_config(
-        task, data=data, model={"dropout": 0.0, "attention_dropout": 0.0},
+        task, data=data, model={"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0},
         training={"steps": STEPS, "log_every": 1, "accumulate": 2},
     )  # fmt: skip
     trainer = make_trainer(config, folder, corpus)
@@ -32,7 +32,7 @@ def test_packed_training_is_padded_training(task, multiple, corpora, tmp_path):
 
 def test_what_em_counts_is_not_filled_up(corpora, tmp_path):
     """The E-step counts every pair of a batch."""
-    changes = {"attention": "smgk-em", "dropout": 0.0, "attention_dropout": 0.0}
+    changes = {"attention": "smgk-em", "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
     priors = []
     for data in ({}, {"pack": True}):
         config = make_config(data=data, model=changes, training={"steps": 4, "log_every": 1})
