@@ -10,7 +10,7 @@ import zlib
 from mgk import recipes
 from mgk.reproduction.results import run_name
 from mgk.training import result
-from mgk.training.configuration import to_mapping
+from mgk.training.agreement import record_of
 
 LAYERS = {"lra/retrieval": 2, "lra/retrieval-linear": 2, "wikitext103/small": 16}
 PICTURES = ("attention-maps.png", "keys.png", "key-projections.png")
@@ -20,14 +20,14 @@ load = functools.cache(recipes.load)
 
 
 def config_of(recipe, row, seed, changes=()):
-    return to_mapping(load(recipe).config(row, list(changes), seed))
+    return record_of(load(recipe).config(row, list(changes), seed))
 
 
 def write_run(folder, recipe, row, seed, *, changes=(), parameters=1_000_000, **metrics):
     """The result of a run with these metrics on the test set."""
     path = folder / recipe / f"{row}-seed-{seed}.json"
     content = {
-        "format": 1, "recipe": recipe, "row": row, "seed": seed, "config": config_of(recipe, row, seed, changes),
+        "format": 2, "recipe": recipe, "row": row, "seed": seed, **config_of(recipe, row, seed, changes),
         "metrics": {"valid": {"loss": 1.0}, "test": {"loss": 1.0, **metrics}}, "parameters": parameters,
         "corpus": {"name": "made up", "fingerprint": "0" * 64}, "something_new": {"that": "nobody reads"},
     }  # fmt: skip
@@ -38,8 +38,8 @@ def write_run(folder, recipe, row, seed, *, changes=(), parameters=1_000_000, **
 def write_evaluation(folder, recipe, row, seed, split="test", *, stride=1, **metrics):
     path = folder / "evaluations" / f"{run_name(recipe, row, seed)}-{split}.json"
     content = {
-        "format": 1, "recipe": recipe, "row": row, "seed": seed, "split": split, "metrics": metrics, "stride": stride,
-        "config": config_of(recipe, row, seed),
+        "format": 2, "recipe": recipe, "row": row, "seed": seed, "split": split, "metrics": metrics, "stride": stride,
+        **config_of(recipe, row, seed),
     }  # fmt: skip
     result.write(path, content)
     return path

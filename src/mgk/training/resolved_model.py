@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
 from mgk.models import MGKConfig, architecture
+from mgk.models.architectures import ARCHITECTURES
 from mgk.training.configuration import ModelConfig, RunConfig, differences, from_mapping
 
 # What a name stood for when results did not hold the model yet (format 1, up to commit 9f406f4), where it was something
@@ -53,7 +55,7 @@ def describe_model(model: MGKConfig) -> dict[str, Any]:
 
 def resolve_model(config: RunConfig) -> dict[str, Any]:
     """What a run with this configuration would build today, as far as that is known without its corpus."""
-    return describe_model(build_model_config(config))
+    return _described(config, {})
 
 
 def model_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,7 +69,7 @@ def model_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"the model of a run must be a mapping, got {record['model']!r}")
         return {**_defaults(), **record["model"]}
     config = from_mapping(RunConfig, record["config"])
-    return describe_model(_build(config, {}, FORMER_ARCHITECTURES.get(config.model.architecture, {})))
+    return _described(config, FORMER_ARCHITECTURES.get(config.model.architecture, {}))
 
 
 def model_differences(before: Mapping[str, Any], now: Mapping[str, Any], task: str) -> dict[str, tuple[Any, Any]]:
@@ -89,6 +91,18 @@ def with_model_of_record(config: RunConfig, record: Mapping[str, Any]) -> RunCon
 @functools.cache
 def _defaults() -> Mapping[str, Any]:
     return describe_model(MGKConfig())
+
+
+# To build a configuration takes milliseconds, and the results of one row all ask for the same one.
+_KNOWN: dict[str, dict[str, Any]] = {}
+
+
+def _described(config: RunConfig, former: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {**ARCHITECTURES.get(config.model.architecture, {}), **former, **config.model.changes}
+    key = json.dumps([config.model.architecture, fields, config.task, config.data.longest], sort_keys=True)
+    if key not in _KNOWN:
+        _KNOWN[key] = describe_model(_build(config, {}, former))
+    return dict(_KNOWN[key])
 
 
 def _build(config: RunConfig, of_the_corpus: Mapping[str, Any], former: Mapping[str, Any]) -> MGKConfig:
