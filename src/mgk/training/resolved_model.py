@@ -79,9 +79,12 @@ def model_differences(before: Mapping[str, Any], now: Mapping[str, Any], task: s
 
 
 def with_model_of_record(config: RunConfig, record: Mapping[str, Any]) -> RunConfig:
-    """The same run with the model that it had, where its architecture's name stands for another one today."""
+    """The same run with the model that it had, where its architecture's name stands for another one today.
+
+    What the configuration itself says is not touched.
+    """
     then, today = model_of_record(record), resolve_model(config)
-    names = {name.partition(".")[0] for name in model_differences(then, today, config.task)}
+    names = {name.partition(".")[0] for name in model_differences(then, today, config.task)} - {*config.model.changes}
     if not names:
         return config
     changes = {**config.model.changes, **{name: then.get(name) for name in names}}
