@@ -122,7 +122,7 @@ def _comparison(comparison: Mapping[str, Any], rows: Mapping[str, Sequence[str]]
         if absent:
             listed = ", ".join(absent) if shown else "all rows"
             lines.append((recipe, listed, NOT_RUN, "", "", *(("", "") if threshold is not None else ())))
-    header = ("recipe", "row", ACCURACY.title, "difference", "paper")
+    header: tuple[str, ...] = ("recipe", "row", ACCURACY.title, "difference", "paper")
     if threshold is not None:
         header = (*header, "left the plateau", "at step")
     title = f"{comparison['recipe']} and its variants" if comparison["variants"] else comparison["recipe"]
