@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import hashlib
 import json
 
 import pytest
@@ -15,6 +16,7 @@ from mgk.training import CheckpointError, evaluate, result
 from mgk.training.agreement import free_to_change, recipe_differences, record_of, run_differences, was_packed
 from mgk.training.configuration import to_mapping
 from mgk.training.resolved_model import (
+    FORMER_ARCHITECTURES,
     describe_model,
     model_of_record,
     resolve_model,
@@ -185,3 +187,23 @@ def test_the_model_of_then():
     assert then.model.changes["activation_dropout"] == 0.0
     assert resolve_model(then) == model_of_record(old(config))
     assert copy.deepcopy(then) == then
+
+
+THEN = {
+    "lra-listops": "eb6c6958a6929c95", "lra-text": "a2370402214f6190", "lra-retrieval": "a2370402214f6190",
+    "wikitext103-small": "4b6136642982ff87", "wikitext103-medium": "1ff289043cca1550",
+    "iwslt14": "c50fb2c80e626df2", "modern": "a4c999e5fbc8d35b",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", THEN)
+def test_what_the_names_stood_for_when_results_did_not_hold_their_models(name):
+    """If this fails, a name stands for something new: add what it was to FORMER_ARCHITECTURES, not to this test."""
+    model = describe_model(architecture(name, **FORMER_ARCHITECTURES.get(name, {})))
+    default = describe_model(MGKConfig())
+    told = {key: value for key, value in model.items() if value != default[key]}
+    assert hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16] == THEN[name], told
+
+
+def test_every_architecture_of_then_is_pinned():
+    assert FORMER_ARCHITECTURES.keys() <= THEN.keys() <= ARCHITECTURES.keys()
