@@ -40,7 +40,7 @@ VALID, TEST = 37, 7
 LISTOPS = {"train": 300, "valid": VALID, "test": TEST, "minimum": 5, "maximum": 30}
 
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "head_dim": 8, "intermediate_size": 24, "num_hidden_layers": 2}
-QUIET = {"dropout": 0.0, "attention_dropout": 0.0}
+QUIET = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
 
 CLASSIFICATION = {
     "name": "pair", "task": "classification", "data": {"corpus": "listops", "longest": 64},

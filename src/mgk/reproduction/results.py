@@ -8,14 +8,14 @@
     results/analysis/NAME/analysis.json         the numbers of mgk analyze, its pictures beside them
     results/bench/retrieval-DEVICE.json         mgk bench retrieval
 
-A file that is damaged is an error that names it. A run whose configuration is not that of its recipe is set aside, with
-its curves and its analysis and a note: it would stand beside numbers that it does not compare with. So is an analysis
-of another text, or of the random tokens that ``mgk analyze`` takes where the data is not at hand.
+A file that is damaged is an error that names it. A run whose configuration is not that of its recipe of today counts,
+with its curves and its analysis, under the recipe that it agrees with, or nowhere, and a note says in what it differs:
+see :mod:`mgk.reproduction.filing`. An analysis of another text, or of the random tokens that ``mgk analyze`` takes
+where the data is not at hand, is set aside.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,10 +29,9 @@ import mgk.recipes
 from mgk.analysis.curves import read_measurements
 from mgk.evaluation.items import unpack_items
 from mgk.reproduction import numbers
+from mgk.reproduction.filing import OTHER, file_result
 from mgk.reproduction.metrics import Metric
 from mgk.training import result
-from mgk.training.configuration import RunConfig, differences, from_mapping, to_mapping
-from mgk.training.snapshot import FREE_TO_CHANGE
 
 EVALUATIONS, CURVES, ANALYSIS, BENCH = "evaluations", "curves", "analysis", "bench"
 _OTHER_FOLDERS = (EVALUATIONS, CURVES, ANALYSIS, BENCH, "accuracy")
@@ -166,40 +165,61 @@ def read_results(folder: Path) -> Results:
     """Read a folder of results; one that is not there is an empty one."""
     notes: list[str] = []
     runs: dict[Key, Mapping[str, Any]] = {}
-    changed: set[str] = set()
-    for path in _run_files(folder):
-        content = _read_run(path)
-        if _is_usable(content, path, folder, notes):
-            runs[_key(content)] = content
-        else:
-            changed.add(run_name(*_key(content)))
-    # What a run that is set aside left elsewhere is set aside with it.
-    changed -= {run_name(*key) for key in runs}
-    curves = {path.stem: path for path in sorted((folder / CURVES).glob("*.jsonl")) if path.stem not in changed}
-    measurements = _read_measurements(folder, notes)
-    analyses = {name: content for name, content in _read_analyses(folder, notes) if name not in changed}
+    # What the files of a run are called, and the name that they are read under; ``None``: set aside with their run.
+    names: dict[str, str | None] = {}
+    found = {path: _read_run(path) for path in run_files(folder)}
+    filed = {path: _file(content, path, folder, notes) for path, content in found.items()}
+    # One that names its recipe comes before one that was found to belong there.
+    for path in sorted(found, key=lambda path: filed[path] != found[path]["recipe"]):
+        recipe, content = filed[path], found[path]
+        key = None if recipe is None else (recipe, content["row"], content["seed"])
+        if key in runs:
+            notes.append(f"{path.relative_to(folder)} is set aside: there is another result of {run_name(*key)}")
+            key = None
+        elif key is not None:
+            runs[key] = content
+        names[path.relative_to(folder).with_suffix("").as_posix().replace("/", "-")] = key and run_name(*key)
     evaluations: dict[tuple[Key, str], Mapping[str, Any]] = {}
     for path in sorted((folder / EVALUATIONS).glob("*.json")):
         content = _read_run(path)
         if content.get("stride") not in (None, 1):
             notes.append(f"{path.relative_to(folder)} slid its window by {content['stride']}; the paper by 1")
-        elif _is_usable(content, path, folder, notes):
-            evaluations[_key(content), str(content.get("split", "test"))] = content
-            if _key(content) not in runs:
+            continue
+        recipe = _file(content, path, folder, notes)
+        if recipe is not None:
+            key = (recipe, content["row"], content["seed"])
+            evaluations[key, str(content.get("split", "test"))] = content
+            names.setdefault(run_name(*_key(content)), run_name(*key))
+            if key not in runs:
                 notes.append(f"{path.relative_to(folder)} is an evaluation of a run whose own result is not here")
+    curves = {path.stem: path for path in sorted((folder / CURVES).glob("*.jsonl"))}
+    analyses = dict(_read_analyses(folder, notes))
+    for kind, found_names in ((CURVES, curves), (ANALYSIS, analyses)):
+        # Nothing tells what its run was.
+        alone = [name for name in found_names if name not in names]
+        notes += [f"{kind}/{name} is of a run whose own result is not here" for name in alone]
+    measurements = _read_measurements(folder, notes)
     return Results(
         folder=folder,
         runs=runs,
         evaluations=evaluations,
-        analyses=analyses,
-        trainings={name: _read_curve(path) for name, path in curves.items()},
+        analyses=_renamed(analyses, names),
+        trainings={name: _read_curve(path) for name, path in _renamed(curves, names).items()},
         measurements=measurements,
         right=_read_items(runs, evaluations),
         notes=(*notes, *_corpora(runs)),
     )
 
 
-def _run_files(folder: Path) -> list[Path]:
+def _renamed(files: Mapping[str, T], names: Mapping[str, str | None]) -> dict[str, T]:
+    """What lies beside results, under the names of the runs that it belongs to; what has that name already stays."""
+    own = {name: file for name, file in files.items() if names.get(name, name) == name}
+    moved = {names[name]: file for name, file in files.items() if name not in own}
+    return {**{name: file for name, file in moved.items() if name is not None}, **own}
+
+
+def run_files(folder: Path) -> list[Path]:
+    """The results of runs in a folder of results."""
     paths = sorted(folder.rglob("*.json")) if folder.is_dir() else []
     return [path for path in paths if path.relative_to(folder).parts[0] not in _OTHER_FOLDERS]
 
@@ -231,25 +251,22 @@ def _check_numbers(metrics: Mapping[str, Any], path: Path) -> None:
             raise ValueError(f"{path} must have finite numbers as metrics, got {name}: {value!r}")
 
 
-def _is_usable(content: Mapping[str, Any], path: Path, folder: Path, notes: list[str]) -> bool:
-    """Whether a run is one of its recipe; otherwise a note says why not."""
-    name = content["recipe"]
-    if name not in mgk.recipes.names():
-        return False
+def _file(content: Mapping[str, Any], path: Path, folder: Path, notes: list[str]) -> str | None:
+    """The recipe that a run belongs to; a note says so where that is not the one it names."""
     try:
-        ran = to_mapping(from_mapping(RunConfig, dict(content["config"])))
-        now = to_mapping(_recipe(name).config(content["row"], seed=content["seed"]))
+        filed = file_result(content)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} must hold the configuration of a run, got one where {error}") from error
-    changed = [key for key in differences(ran, now) if key not in FREE_TO_CHANGE]
-    if changed:
-        notes.append(f"{path.relative_to(folder)} is set aside: it differs from {name} in {', '.join(changed)}")
-    return not changed
-
-
-@functools.cache
-def _recipe(name: str) -> mgk.recipes.Recipe:
-    return mgk.recipes.load(name)
+    where, named = path.relative_to(folder), content["recipe"]
+    if filed.recipe is None and not filed.differences:
+        notes.append(f"{where} is set aside: its recipe, {named}, is none of the library's")
+    elif filed.recipe is None:
+        notes.append(
+            f"{where} is of another configuration and counts nowhere: it differs from {named} in {filed.reason}"
+        )
+    elif filed.recipe != named:
+        notes.append(f"{where} counts as {filed.recipe}: it differs from {named} in {filed.reason}")
+    return filed.recipe
 
 
 def _read_items(
@@ -300,13 +317,13 @@ def _read_analyses(folder: Path, notes: list[str]) -> Iterator[tuple[str, Mappin
     for path in sorted((folder / ANALYSIS).glob("*/analysis.json")):
         content = result.read_object(path)
         numbers.check(content, path)
-        name = path.parent.name
+        name = path.parent.name.removeprefix(f"{OTHER}-")
         if {"recipe", "row", "seed"} <= content.keys():
             about = run_name(content["recipe"], content["row"], content["seed"])
             if about != name:
                 raise ValueError(f"{path} must be about the run that its folder names, got {about}")
         if "corpus" in content:
-            yield name, content
+            yield path.parent.name, content
         else:
             read = content.get("batch", "nobody knows what")
             notes.append(f"{path.relative_to(folder)} is set aside: its model read {read}, not the data of its recipe")

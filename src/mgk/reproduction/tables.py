@@ -36,6 +36,7 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
     "T1": (
         "All ListOps numbers of the paper lie near what the outermost operator alone gives (36 %), and the 2,000 test "
         "samples alone give one run a standard error of 1.1 points.",
+        "How this training differs from the published code, and what each difference does: [fidelity](fidelity.md).",
     ),
     "T2": (
         "The paper's code for these rows has no denominator, and mixes keys before the feature map, which is linear "

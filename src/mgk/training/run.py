@@ -17,6 +17,7 @@ from mgk.training.configuration import RunConfig, to_mapping
 from mgk.training.distributed import on_first_rank
 from mgk.training.lock import RunLock
 from mgk.training.loop import CHECKPOINTS, Interrupted, Resume, Trainer
+from mgk.training.resolved_model import describe_model
 from mgk.training.signals import GracefulStop
 from mgk.training.tracking import Display
 
@@ -82,10 +83,12 @@ def finish(trainer: Trainer) -> dict[str, Any]:
     found = result.describe(
         trainer.config,
         metrics={"valid": best.manifest["metrics"], "test": tested},
+        model=describe_model(trainer.model.config),
         corpus=corpus.fingerprint,
         device=trainer.share.device,
         ranks=trainer.share.ranks,
         precision=trainer.share.precision_name,
+        packed=trainer.share.packs(trainer.config),
         parameters=trainer.model.num_parameters(),
         best_step=best.step,
         steps=state.step,
