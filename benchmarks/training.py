@@ -70,7 +70,7 @@ def seconds(steps: int, device: torch.device, step: Callable[[], Any]) -> float:
 
 def check_losses(heads: int, fabric: Fabric, corpus: Corpus, folder: Path) -> None:
     """Recorded and compiled updates must learn what plain ones learn: the first few losses, without dropout."""
-    common = ["model.dropout=0", "model.attention_dropout=0", f"data.pad_to={WIDTH}"]
+    common = ["model.dropout=0", "model.attention_dropout=0", "model.activation_dropout=0", f"data.pad_to={WIDTH}"]
     losses = []
     for name, changes in (("fast", []), ("plain", ["training.compile=false", "training.cuda_graphs=false"])):
         config = recipes.load("lra/text").config(f"softmax-{heads}", [*common, *changes])
@@ -97,7 +97,7 @@ def measure(heads: int, corpus: Corpus, steps: int, warmup: int, rounds: int, fo
     trainers = {
         "bare": [f"data.pad_to={WIDTH}", "data.by_length=false"],
         "loop": [f"data.pad_to={WIDTH}", "data.by_length=false"],
-        "by_length": ["data.by_length=true"],
+        "by_length": ["data.by_length=true", "data.pack=false"],
     }
     steppers: dict[str, Callable[[], Any]] = {}
     runs: dict[str, Trainer] = {}

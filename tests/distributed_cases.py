@@ -40,7 +40,7 @@ VALID, TEST = 37, 7
 LISTOPS = {"train": 300, "valid": VALID, "test": TEST, "minimum": 5, "maximum": 30}
 
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "head_dim": 8, "intermediate_size": 24, "num_hidden_layers": 2}
-QUIET = {"dropout": 0.0, "attention_dropout": 0.0}
+QUIET = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
 
 CLASSIFICATION = {
     "name": "pair", "task": "classification", "data": {"corpus": "listops", "longest": 64},
@@ -178,7 +178,7 @@ def run_case(name: str, corpora: Path, folder: Path, *, ranks: int = 1) -> None:
         tensors["logits"] = compute_logits(trainer.model)
         result = finish(trainer)
     seen = {"losses": losses, "validated": validated, "metrics": result["metrics"], "skipped": trainer.state.skipped,
-            "tokens": trainer.state.tokens, "step": trainer.state.step}  # fmt: skip
+            "tokens": trainer.state.tokens, "step": trainer.state.step, "items": result.get("items")}  # fmt: skip
     save_file(tensors, folder / f"rank-{fabric.global_rank}.safetensors")
     (folder / f"rank-{fabric.global_rank}.json").write_text(json.dumps(seen))
 

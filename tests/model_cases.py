@@ -37,7 +37,7 @@ def make_model(kind, attention="smgk", *, dtype=torch.float64, seed=0, **changes
     """An evaluated model of this kind, without dropout. fp64 unless told, so that equal means equal to 1e-10."""
     model_class, name, small = KINDS[kind]
     torch.manual_seed(seed)
-    quiet = {"dropout": 0.0, "attention_dropout": 0.0, "initializer_range": 0.3}
+    quiet = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "initializer_range": 0.3}
     config = architecture(name, attention=attention, **{**SMALL, **small, **quiet, **changes})
     return model_class(config).to(DEVICE, dtype).eval()
 

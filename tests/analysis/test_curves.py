@@ -29,11 +29,11 @@ def test_points_in_order(tmp_path):
 
 
 def test_the_curves_that_are_kept():
-    found = learning_curves(CURVES / "lra-listops-softmax-2-seed-0.jsonl")
+    found = learning_curves(CURVES / "lra-listops-no-activation-dropout-softmax-2-seed-0.jsonl")
     steps = [step for step, _ in found.points["validation accuracy"]]
     assert steps == sorted(steps)
     assert found.points["training loss"][0][1] > found.points["training loss"][-1][1]
-    assert found.name == "lra-listops-softmax-2-seed-0"
+    assert found.name == "lra-listops-no-activation-dropout-softmax-2-seed-0"
 
 
 def test_a_line_cut_short_is_left_out(tmp_path):

@@ -9,7 +9,7 @@ from model_cases import make_model
 from mgk.data import Samples, Sequences
 from mgk.data.kind import no_progress
 from mgk.evaluation import accuracy, in_order_of_length
-from mgk.evaluation.accuracy import _sums
+from mgk.evaluation.accuracy import _tally
 
 COUNT = 23
 
@@ -26,7 +26,7 @@ def make_data(count=COUNT, seed=0):
 
 def naive(model, sequences, labels, first, second=None):
     """One sample at a time, without padding."""
-    losses, correct = [], 0
+    losses, right = [], []
     for place, label in enumerate(labels):
         inputs = {"input_ids": torch.tensor(sequences[first[place]].astype(np.int64), device=DEVICE)[None]}
         if second is not None:
@@ -35,8 +35,8 @@ def naive(model, sequences, labels, first, second=None):
         with torch.no_grad():
             logits = model(**inputs).logits[0]
         losses.append(-float(logits.log_softmax(-1)[int(label)]))
-        correct += int(logits.argmax()) == int(label)
-    return correct, float(np.mean(losses))
+        right.append(int(logits.argmax()) == int(label))
+    return right, float(np.mean(losses))
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 23, 50])
@@ -45,7 +45,9 @@ def test_every_sample_counts_once_and_for_the_same(kind, batch_size):
     model = make_model(kind)
     sequences, labels, first, second = make_data()
     second = second if kind == "matcher" else None
-    correct, loss = naive(model, sequences, labels, first, second)
+    right, loss = naive(model, sequences, labels, first, second)
+    # Else an order that is wrong could look right.
+    assert 0 < sum(right) < COUNT
     sorted_batches = in_order_of_length(sequences, labels, batch_size, first, second)
     plain = Samples(
         sequences=sequences, labels=labels, batch_size=batch_size, first=first, second=second, shuffle=False,
@@ -53,8 +55,9 @@ def test_every_sample_counts_once_and_for_the_same(kind, batch_size):
     )  # fmt: skip
     for batches in (sorted_batches, plain):
         score = accuracy(model, batches, device=DEVICE)
-        assert (score.correct, score.count) == (correct, COUNT)
-        assert score.accuracy == correct / COUNT
+        assert (score.correct, score.count) == (sum(right), COUNT)
+        assert score.accuracy == sum(right) / COUNT
+        assert score.right.tolist() == right, "in the order of the corpus, whatever the batches"
         assert score.loss == pytest.approx(loss, rel=1e-10)
 
 
@@ -65,9 +68,31 @@ def test_ranks_share_the_samples(ranks):
     sequences, labels, *_ = make_data()
     batches = in_order_of_length(sequences, labels, 5)
     arguments = (model, batches, DEVICE, None)
-    shares = [_sums(*arguments, rank, ranks, no_progress) for rank in range(ranks)]
-    torch.testing.assert_close(sum(shares), _sums(*arguments, 0, 1, no_progress), rtol=1e-12, atol=0)
-    assert int(sum(shares)[2]) == COUNT
+    shares = [_tally(*arguments, rank, ranks, no_progress) for rank in range(ranks)]
+    sums, whole = sum(own for own, _ in shares), _tally(*arguments, 0, 1, no_progress)
+    torch.testing.assert_close(sums, whole[0], rtol=1e-12, atol=0)
+    assert int(sums[2]) == COUNT
+    right, _ = naive(model, sequences, labels, np.arange(COUNT))
+    assert sum(own for _, own in shares).tolist() == whole[1].tolist() == right
+
+
+def test_some_batches_have_no_items():
+    """Validation may read only a few batches: which items those are is not worth keeping."""
+    sequences, labels, *_ = make_data()
+    batches = in_order_of_length(sequences, labels, 5)
+
+    class Few:
+        def __len__(self):
+            return 2
+
+        def batch(self, epoch, step):
+            return batches.batch(epoch, step)
+
+        def rows(self, epoch, step):
+            return batches.rows(epoch, step)
+
+    score = accuracy(make_model("classifier"), Few(), device=DEVICE)
+    assert (score.count, score.right) == (10, None)
 
 
 def test_batches_in_order_of_length():

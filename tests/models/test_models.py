@@ -671,3 +671,17 @@ def test_an_encoder_keeps_no_cache():
     assert out.past_key_values is None
     decoder = make_model("modern")
     assert isinstance(decoder(**make_inputs("modern")).past_key_values, DynamicCache)
+
+
+def test_shifts_that_start_at_zero_are_loaded_as_they_were_saved(tmp_path):
+    model = make_model("classifier", "smgk", shift_init="first-zero", shift_init_std=0.5)
+    shifts = [module.shift for module in model.modules() if hasattr(module, "shift")]
+    assert len(shifts) == 2
+    for shift in shifts:
+        assert not shift[:, 0].any()
+        assert 0.3 < shift[:, 1].std() < 0.7
+        shift.data += 1.0
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name].to(tensor)), name

@@ -168,6 +168,22 @@ def test_shifts_start_apart():
     assert (keys.shift[:, 0] - keys.shift[:, 1]).norm() > 1
 
 
+def test_the_first_shift_may_start_at_zero():
+    """The released code: mu_1 = 0 and mu_2 from N(0, 0.25). The others are those that would have been drawn anyway."""
+    torch.manual_seed(0)
+    plain = ShiftedKeys(8, 16, 3, init_std=0.5).shift
+    torch.manual_seed(0)
+    keys = ShiftedKeys(8, 16, 3, init_std=0.5, init="first-zero")
+    assert torch.equal(keys.shift[:, 0], torch.zeros(8, 16))
+    assert torch.equal(keys.shift[:, 1:], plain[:, 1:])
+    layer = mgk.build_attention("smgk", 24, 2, head_dim=8, shift_init="first-zero", shift_init_std=0.5)
+    assert layer.keys.shift.requires_grad
+    assert not layer.keys.shift[:, 0].any()
+    assert layer.keys.shift[:, 1].all()
+    layer(torch.randn(2, 5, 24)).sum().backward()
+    assert layer.keys.shift.grad[:, 0].any()
+
+
 def test_compiled_layer_is_the_eager_layer():
     torch.compiler.reset()
     layer = build("smgk-em", is_causal=True)
@@ -244,6 +260,7 @@ BAD = [
     ({"variance_scale": math.inf, "learn_variance": True}, "variance_scale must be positive and finite, got inf"),
     ({"shift_init_std": -1.0}, "shift_init_std must be finite and not negative, got -1.0"),
     ({"shift_init_std": math.inf}, "shift_init_std must be finite and not negative, got inf"),
+    ({"shift_init": "zero"}, "shift_init must be one of 'normal', 'first-zero', got 'zero'"),
     ({"prior_momentum": 1.0}, "prior_momentum must lie in [0, 1), got 1.0"),
 ]
 

@@ -16,14 +16,15 @@ from mgk.data.registry import KINDS
 from mgk.models import architecture
 from mgk.nn import PRESETS
 from mgk.recipes import Recipe, load, names, parse_row, row_name
-from mgk.training.configuration import to_mapping
+from mgk.reproduction.fidelity import variants
+from mgk.training.configuration import differences, to_mapping
 
 LINEAR = [name for name in names() if name.endswith("-linear")]
 
 # Heads of the baseline, of whose half the paper's claim is, and what all rows of the comparison share.
 COMPARISONS = {
     "lra/listops": (8, ""), "lra/text": (8, ""), "lra/retrieval": (8, ""), "peerread": (8, ""), "enwik8": (8, ""),
-    "demo": (8, ""),
+    "demo": (8, ""), "lra/listops-learnable": (8, ""),
     "wikitext103/small": (8, ""), "wikitext103/medium": (8, ""), "wikitext2": (8, ""),
     "wikitext103/multi-query": (8, "+num_key_value_heads=1"),
     "iwslt14": (4, ""), "multi30k": (4, ""), "tatoeba": (4, ""), "wmt14": (16, ""),
@@ -40,7 +41,7 @@ def test_every_recipe_cites_sources_and_fits_its_corpus(name):
     config = recipe.config()
     assert config.name == name
     assert config.seed == 0
-    assert config.training.precision == "auto"
+    assert config.training.precision == {"lra/listops-fp32": "fp32", "lra/listops-unpacked": "bf16"}.get(name, "auto")
     kind = KINDS[config.data.corpus]
     assert kind.task == config.task
     check_options(kind.name, config.data.options, kind.options)
@@ -68,7 +69,24 @@ def test_every_row_gives_a_run_and_a_model(name):
 
 
 def test_which_recipes_are_comparisons():
-    assert COMPARISONS.keys() == set(names()) - {*LINEAR, "iwslt14-variances"}
+    assert COMPARISONS.keys() == set(names()) - {*LINEAR, *variants(), "iwslt14-variances"}
+
+
+@pytest.mark.parametrize("name", variants())
+def test_a_variant_differs_in_what_it_says_and_has_rows_to_compare(name):
+    """From the recipe on the same corpus: in one of its points, with rows that this one has, too."""
+    recipe, base = load(name), load(name.partition("-")[0])
+    assert set(recipe.rows) <= set(base.rows)
+    found = differences(base.values, recipe.values)
+    assert found
+    groups = {tuple(path.partition(".")[::2]) for path in found}
+    points = (
+        {"activation_dropout"}, {"dropout", "attention_dropout", "activation_dropout"}, {"pooling"},
+        {"shift_init_std"}, {"shift_init", "shift_init_std"}, {"pack", "precision"},
+    )  # fmt: skip
+    assert {key for _, key in groups} in points
+    assert {group for group, _ in groups} <= {"model", "data", "training"}
+    assert any(sentence.startswith("Published: ") and "Ours" in sentence for sentence in recipe.source)
 
 
 @pytest.mark.parametrize("name", COMPARISONS)
@@ -85,6 +103,11 @@ def test_published_values_that_are_easily_mixed_up():
     assert [c.schedule.warmup for c in (listops, text, retrieval)] == [1_000, 8_000, 800]
     assert [c.validation.every for c in (listops, text, retrieval)] == [50, 500, 300]
     assert {c.optimizer.eps for c in (listops, text, retrieval)} == {1e-6}
+    for config in (listops, text, retrieval, load("peerread").config()):
+        model = architecture(config.model.architecture, **config.model.changes)
+        assert model.dropout == model.attention_dropout == model.activation_dropout == 0.1
+        assert (model.pooling, model.shift_init, model.shift_init_std) == ("mean", "normal", 1.0)
+        assert config.data.pack is None
     assert text.data.options == {"protocol": "published"}
     small, medium = (load(f"wikitext103/{size}").config() for size in ("small", "medium"))
     assert (small.data.longest, small.training.batch_size, small.training.steps) == (256, 96, 500_000)

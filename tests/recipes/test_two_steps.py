@@ -24,11 +24,21 @@ ROWS = {
     "iwslt14": [None, "smgk-2+variance_scale=1,3"],
     "iwslt14-variances": [None, "mgk-2+learn_variance"],
     "lra/listops": [None, "smgk-hard-1", "mgk-em-1"],
+    "lra/listops-dropout-0": [None, "mgk-1"],
+    "lra/listops-fp32": [None, "smgk-4"],
+    "lra/listops-learnable": [None, "smgk-4"],
     "lra/listops-linear": [None, "mlk-4"],
+    "lra/listops-no-activation-dropout": [None, "smgk-1"],
+    "lra/listops-published-pooling": [None, "mgk-1"],
+    "lra/listops-released-shifts": [None, "smgk-1"],
+    "lra/listops-small-shifts": [None, "smgk-1"],
+    "lra/listops-unpacked": [None, "smgk-4"],
     "lra/retrieval": [None, "mgk-hard-1", "softmax-smgk-1"],
     "lra/retrieval-linear": [None, "smlk-4"],
     "lra/text": [None, "smgk-em-1", "softmax-mgk-1"],
+    "lra/text-dropout-0": [None, "smgk-1"],
     "lra/text-linear": [None, "linear-4", "smlk-4"],
+    "lra/text-no-activation-dropout": [None, "smgk-4"],
     "multi30k": [None, "smgk-2"],
     "peerread": [None, "mgk-4"],
     "tatoeba": [None, "mgk-2", "softmax-2+qk_norm"],
@@ -131,6 +141,8 @@ def write_sources(folder):
                 (folder / name / f"{split}.{side}").write_text(text[side])
 
 
+# Those with linear attention, and variants, are made as what they differ from.
+CHANGES |= {name: CHANGES[name.partition("-")[0]] for name in ROWS if name.startswith("lra/")}
 CHANGES |= {name: CHANGES[name.removesuffix("-linear")] for name in ROWS if name.endswith("-linear")}
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from mgk.reproduction import pages
 from mgk.reproduction.page import markdown
+from mgk.reproduction.readme import fill, results_text
 from mgk.reproduction.results import read_results
 
 ROOT = Path(__file__).parent.parent.parent
@@ -21,7 +22,8 @@ def built(tmp_path_factory):
     with contextlib.chdir(ROOT):
         results = read_results(Path("results"))
         found = {name: pages.build(name, results, folder) for name in pages.names()}
-        return found, pages.write_index(list(found.values()), results, folder).read_text()
+        index = pages.write_index(list(found.values()), results, folder).read_text()
+        return found, index, results_text(list(found.values()), results)
 
 
 @pytest.mark.parametrize("name", pages.names())
@@ -33,6 +35,13 @@ def test_a_page_is_what_the_results_say(built, name):
 
 def test_the_list_of_pages_is_up_to_date(built):
     assert (FOLDER / pages.INDEX).read_text() == built[1], "run mgk reproduce all"
+
+
+def test_the_readme_is_up_to_date(built, tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text((ROOT / "README.md").read_text())
+    assert fill(path, built[2])
+    assert path.read_text() == (ROOT / "README.md").read_text(), "run mgk reproduce all"
 
 
 def test_links_lead_somewhere():

@@ -13,6 +13,8 @@ from mgk.cli import app
 from mgk.reproduction import pages
 from mgk.reproduction.pages import names, parse_names
 from mgk.reproduction.results import read_results
+from mgk.reproduction.stand_ins import STAND_INS
+from mgk.reproduction.tables import OURS
 
 SEEDS = 3
 PICTURES = {
@@ -39,7 +41,7 @@ def test_names_are_those_of_the_paper():
     assert names()[:10] == [f"T{number}" for number in range(1, 11)]
     assert set(names()[10:13]) == {"variances", "likelihood", "size"}
     assert names()[13:29] == [f"F{number}" for number in range(1, 17)]
-    assert names()[29:] == ["peerread", "enwik8", "wikitext2", "multi30k", "tatoeba"]
+    assert names()[29:] == ["peerread", "enwik8", "wikitext2", "multi30k", "tatoeba", "plateau", "fidelity"]
     assert parse_names(["t1", "F16", "T1"]) == ["T1", "F16"]
     assert parse_names(["all"]) == names()
 
@@ -89,7 +91,7 @@ def test_every_number_of_a_table_stands_beside_ours(made, name):
         assert float(line[-2].split()[0]) == pytest.approx(average, abs=0.15)
 
 
-@pytest.mark.parametrize("name", names()[29:])
+@pytest.mark.parametrize("name", OURS)
 def test_experiments_of_ours(made, name):
     """The baselines that a comparison must have, and a verdict on each question."""
     text = (made[0] / "pages" / f"{name}.md").read_text()
@@ -162,10 +164,14 @@ class TestWithoutResults:
 
     def test_every_row_of_the_paper_has_a_command(self, said):
         _, result = said
-        for recipe, rows in published_rows().items():
+        for published, rows in published_rows().items():
+            # No command makes runs of a corpus that is gone.
+            recipe = STAND_INS.get(published, published)
             own = [line for line in result.output.splitlines() if re.search(rf"mgk sweep {recipe} ", line)]
             assert own, recipe
-            for row in rows:
+            for row, metrics in rows.items():
+                if set(metrics) <= {"memory", "seconds_per_iteration"}:
+                    continue
                 assert any(re.search(rf"[' ]{re.escape(row)}[' ]", line) for line in own), (recipe, row)
         assert "--seeds 0-4" in result.output
         assert "mgk bench retrieval --preset smgk --preset mgk --preset smlk --preset mlk" in result.output
@@ -179,8 +185,72 @@ class TestWithoutResults:
         folder, _ = said
         text = (folder / "pages" / "T9.md").read_text()
         assert "## Missing" in text
-        assert "not yet enough seeds" in text
+        assert "corpus not to be had" in text
+        assert "peerread, in place of lra/retrieval" in text
+        assert "mgk sweep lra/retrieval" not in text
         assert "nothing yet" in (folder / "pages" / "README.md").read_text()
+
+
+CHANGED = ("T1", "T2", "T5", "T6", "T8", "T9", "likelihood", "F1", "F2", "F9", "F11", "F13", "F14", "peerread")
+"""Pages that are about Retrieval, and the one of what stands in for it."""
+
+
+@pytest.fixture(scope="module")
+def without_retrieval(tmp_path_factory):
+    """All pages where everything is there that can be had."""
+    folder = tmp_path_factory.mktemp("obtainable")
+    write_everything(folder / "results", SEEDS, has_retrieval=False)
+    said = reproduce(*CHANGED, "--results", folder / "results", "--to", folder / "pages", "--seeds", SEEDS)
+    return folder, said
+
+
+class TestWithoutRetrieval:
+    """Its corpus is gone: pages are whole without it, and say so."""
+
+    def test_nothing_is_missing(self, without_retrieval):
+        folder, said = without_retrieval
+        assert said.exit_code == 0, said.output[-3000:]
+        for name in CHANGED:
+            text = (folder / "pages" / f"{name}.md").read_text()
+            assert "## Missing" not in text, text
+            assert "not yet" not in text, text
+
+    @pytest.mark.parametrize("name", ["T1", "T5", "T6", "T9", "likelihood", "F1", "F2"])
+    def test_claims_are_judged_on_the_stand_in(self, without_retrieval, name):
+        text = (without_retrieval[0] / "pages" / f"{name}.md").read_text()
+        comparisons = [line for line in text.splitlines() if re.search(r"^\| .* (better|worse) than ", line)]
+        gone = [line for line in comparisons if "lra/retrieval" in line]
+        stand_ins = [line for line in comparisons if ", peerread, " in line and "mean of" not in line]
+        assert gone
+        assert all(line.endswith("|  | corpus not to be had |") for line in gone)
+        # As many as are about Retrieval alone.
+        assert len(stand_ins) == sum(", lra/retrieval, " in line and "mean of" not in line for line in gone)
+        assert all(re.search(r"\| (holds|does not hold|not shown) \|$", line) for line in stand_ins)
+        assert "peerread in place of lra/retrieval)" in text
+
+    def test_a_number_on_peerread_never_stands_beside_one_of_the_paper(self, without_retrieval):
+        for name in ("T1", "T6", "T8", "T9", "likelihood"):
+            text = (without_retrieval[0] / "pages" / f"{name}.md").read_text()
+            table = text.partition("**peerread, in place of lra/retrieval**")[2].strip().splitlines()[:3]
+            assert "paper" not in table[0]
+            assert "±" in table[2]
+            main = text.partition("in place of")[0]
+            assert "lra/retrieval" in main
+
+    @pytest.mark.parametrize("name", ["F1", "F2", "F9", "F11", "F13", "F14"])
+    def test_figures_are_drawn_under_the_other_name(self, without_retrieval, name):
+        text = (without_retrieval[0] / "pages" / f"{name}.md").read_text()
+        title = next(line for line in text.splitlines() if line.startswith("# "))
+        assert "in place of Retrieval" in title
+        assert f"]({PICTURES[name][0]})" in text
+        assert (without_retrieval[0] / "pages" / PICTURES[name][0]).exists()
+
+    def test_averages_take_the_stand_in(self, without_retrieval):
+        """Of linear attention Text stands in, which is in the table already: no task counts twice."""
+        first, second = ((without_retrieval[0] / "pages" / f"{name}.md").read_text() for name in ("T1", "T2"))
+        assert "smgk-4 better than softmax-8, mean of lra/listops, lra/text, peerread, test accuracy, %" in first
+        assert "smlk-4 not worse than linear-8, mean of lra/listops-linear, lra/text-linear, test accuracy, %" in second
+        assert "in place of lra/retrieval-linear**" not in second
 
 
 def test_a_picture_out_of_date_is_removed(made, tmp_path):

@@ -125,14 +125,18 @@ def test_ranks_agree(runs, name):
         assert (weights[prior].exp() - 0.5).abs().max() > 0.005
 
 
-def test_every_sample_is_evaluated_once(runs):
+def test_every_sample_is_evaluated_once(runs, alone):
     """Also where ranks cannot share the batches evenly, or are more than there are batches."""
     valid, test = (shares.share(-(-count // 8), 1, 2) for count in (VALID, TEST))
     assert not valid[-1].counts
     assert not test[-1].counts
     for name in ("smgk-ddp", "smgk-fsdp2"):
-        metrics = seen_by(runs, name, 0)[0]["metrics"]
+        seen = seen_by(runs, name, 0)[0]
+        metrics = seen["metrics"]
         assert (metrics["valid"]["count"], metrics["test"]["count"]) == (VALID, TEST)
+        assert seen["items"]["test"]["count"] == TEST
+        # The same items, in the same order, as one process finds.
+        assert seen["items"] == json.loads((alone(name) / "rank-0.json").read_text())["items"]
 
 
 @pytest.mark.parametrize("name", DAMAGED)

@@ -25,7 +25,7 @@ class Watched(Trainer):
 
 
 def make_run(tmp_path, name, task, steps, *, dropout=0.1, attention_dropout=0.0, **changes):
-    model = {"dropout": dropout, "attention_dropout": attention_dropout}
+    model = {"dropout": dropout, "attention_dropout": attention_dropout, "activation_dropout": dropout}
     config = make_config(task, model=model, training={"steps": steps, **changes})
     folder, corpus = tmp_path / name, tmp_path / f"{task}-corpus"
     folder.mkdir(exist_ok=True)

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from training_cases import make_config, make_trainer, take_steps
+from training_cases import contents, different, make_config, make_trainer, take_steps
 
+from mgk.training import CheckpointError, checkpoint, snapshot
+from mgk.training.loop import CHECKPOINTS, STEP
 from mgk.training.task import Share, build_task
 
 STEPS = 6
@@ -11,7 +13,7 @@ STEPS = 6
 
 def losses(task, corpus, folder, **data):
     config = make_config(
-        task, data=data, model={"dropout": 0.0, "attention_dropout": 0.0},
+        task, data=data, model={"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0},
         training={"steps": STEPS, "log_every": 1, "accumulate": 2},
     )  # fmt: skip
     trainer = make_trainer(config, folder, corpus)
@@ -32,7 +34,7 @@ def test_packed_training_is_padded_training(task, multiple, corpora, tmp_path):
 
 def test_what_em_counts_is_not_filled_up(corpora, tmp_path):
     """The E-step counts every pair of a batch."""
-    changes = {"attention": "smgk-em", "dropout": 0.0, "attention_dropout": 0.0}
+    changes = {"attention": "smgk-em", "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
     priors = []
     for data in ({}, {"pack": True}):
         config = make_config(data=data, model=changes, training={"steps": 4, "log_every": 1})
@@ -71,4 +73,53 @@ def test_on_a_gpu_few_shapes_are_made():
     model = {"max_position_embeddings": 4096}
     assert share.training_multiple_of(make_config(data=packed, model=model)) == 1024
     assert share.training_multiple_of(make_config(data={**packed, "multiple_of": 96}, model=model)) == 96
-    assert share.training_multiple_of(make_config(data={"longest": 4000}, model=model)) == 64
+    assert share.training_multiple_of(make_config(data={**packed, "pack": False}, model=model)) == 64
+
+
+def test_packing_is_left_to_the_machine():
+    """On a GPU in half precision, where the model can; elsewhere, and for other tasks, only where told."""
+    gpu = Share(device=torch.device("cuda"), precision=torch.bfloat16)
+    for task in ("classification", "pairs"):
+        assert gpu.packs(make_config(task))
+        assert gpu.training_multiple_of(make_config(task)) == 64
+    assert gpu.packs(make_config(model={"attention": "mgk-hard"}))
+    assert not gpu.packs(make_config(data={"pack": False}))
+    assert not gpu.packs(make_config(data={"pad_to": 64}))
+    assert not gpu.packs(make_config(model={"attention": "mlk"}))
+    assert not gpu.packs(make_config(model={"attention": "smgk-em"}))
+    for task in ("language", "translation"):
+        assert not gpu.packs(make_config(task))
+    assert gpu.packs(make_config("translation", data={"pack": True}))
+    for share in (Share(device=torch.device("cuda")), Share(device=torch.device("cpu"), precision=torch.bfloat16)):
+        assert not share.packs(make_config())
+    assert Share(device=torch.device("cpu")).packs(make_config(data={"pack": True}))
+
+
+def test_a_run_goes_on_as_it_began(corpora, tmp_path):
+    """What the machine chose stays, bit for bit; what somebody chose has to be the same."""
+    corpus, training = corpora("classification"), {"steps": 8}
+    packed, open_ = (make_config(data=data, training=training) for data in ({"pack": True}, {}))
+    whole = make_trainer(packed, tmp_path / "whole", corpus)
+    take_steps(whole, 8)
+    first = make_trainer(packed, tmp_path / "parts", corpus)
+    take_steps(first, 3)
+    first.save(must=True)
+    second = make_trainer(open_, tmp_path / "parts", corpus)
+    assert second.share.packs(open_)
+    assert second.batches.pack
+    take_steps(second, 8)
+    assert {**first.records, **second.records} == whole.records
+    assert different(contents(second), contents(whole)) == []
+    with pytest.raises(CheckpointError, match=r"must come from packed False, as chosen here, got True: set data\.pack"):
+        make_trainer(make_config(data={"pack": False}, training=training), tmp_path / "parts", corpus)
+
+
+def test_a_checkpoint_that_does_not_say_was_packed_if_it_was_told_to_be(corpora, tmp_path):
+    corpus = corpora("classification")
+    for name, pack in (("padded", None), ("packed", True)):
+        trainer = make_trainer(make_config(data={"pack": pack}), tmp_path / name, corpus)
+        trainer.save(must=True)
+        found = checkpoint.newest(tmp_path / name / CHECKPOINTS, STEP, pytest.fail)
+        del found.manifest["packed"]
+        share = snapshot.lay_out_as(found, Share(device=torch.device("cuda"), precision=torch.bfloat16), make_config())
+        assert share.packs(make_config()) is bool(pack)

@@ -58,7 +58,8 @@ class Matcher:
 
     def configurations(self) -> tuple[Any, MGKConfig]:
         """Of the run, and of its model."""
-        changes = [] if self.drops_out else ["model.dropout=0.0", "model.attention_dropout=0.0"]
+        none = ["model.dropout=0.0", "model.attention_dropout=0.0", "model.activation_dropout=0.0"]
+        changes = [] if self.drops_out else none
         run = recipes.load(RECIPE).config(f"{self.attention}-{self.heads}", changes)
         return run, architecture(run.model.architecture, **run.model.changes)
 

@@ -69,7 +69,7 @@ class Reader:
 
     def configurations(self) -> tuple[Any, MGKConfig]:
         """Of the run, and of its model, without dropout: what is compared must not be random."""
-        changes = ["model.dropout=0.0", "model.attention_dropout=0.0"]
+        changes = ["model.dropout=0.0", "model.attention_dropout=0.0", "model.activation_dropout=0.0"]
         run = recipes.load(RECIPE).config(f"{self.attention}-{self.heads}", changes)
         return run, architecture(run.model.architecture, **run.model.changes)
 
@@ -91,7 +91,7 @@ def readers(presets: Sequence[str], device: torch.device) -> list[Reader]:
 
 def reviews(corpus: Corpus, layout: str, count: int, device: torch.device) -> dict[str, Tensor]:
     """The first batch that the recipe would train on, laid out as told."""
-    changes = ["data.pack=true"] if layout == "packed" else []
+    changes = [f"data.pack={str(layout == 'packed').lower()}"]
     run = recipes.load(RECIPE).config(f"softmax-{HEADS}", changes)
     multiple_of = Share(device=device).training_multiple_of(run)
     split = corpus.splits["train"]

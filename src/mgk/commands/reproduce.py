@@ -29,12 +29,17 @@ def reproduce(
     collect: Annotated[
         Path | None, typer.Option(help="First copy what the finished runs in this folder hold into the results.")
     ] = None,
+    readme: Annotated[
+        Path | None,
+        typer.Option(help="Whose results are filled in with all pages; default: README.md two folders above them."),
+    ] = None,
 ) -> None:
     """Make tables and figures of the paper from our results, the paper's numbers beside ours, with verdicts.
 
     What is missing is listed with the commands that make it, and the command ends with status 1.
     """
     from mgk.reproduction import collection, pages
+    from mgk.reproduction.readme import fill, results_text
     from mgk.reproduction.results import read_results
 
     wanted = pages.parse_names(names)
@@ -55,6 +60,7 @@ def reproduce(
     is_all = set(wanted) == set(pages.names())
     if is_all:
         pages.write_index(built, found, folder)
+        fill(folder.parent.parent / "README.md" if readme is None else readme, results_text(built, found))
     if len(wanted) > len(names):
         _overview(built, console)
     _show_missing(built, found, console)

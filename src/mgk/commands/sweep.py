@@ -15,8 +15,8 @@ from rich.table import Table
 import mgk.recipes
 from mgk.commands.training import default_run, run, show_metric, write_copy
 from mgk.training import result
-from mgk.training.configuration import RunConfig, differences, to_mapping
-from mgk.training.snapshot import FREE_TO_CHANGE
+from mgk.training.agreement import record_of, run_differences
+from mgk.training.configuration import RunConfig
 from mgk.training.task import Share, choose_precision
 
 
@@ -117,7 +117,7 @@ def _finished(folder: Path, config: RunConfig, device: str) -> dict[str, Any] | 
     if not path.is_file():
         return None
     found = result.read(path)
-    changed = {key for key in differences(found["config"], to_mapping(config)) if key not in FREE_TO_CHANGE}
+    changed = set(run_differences(found, record_of(config)))
     here = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
     precision = choose_precision(config.training.precision, here)
     if found["precision"] != Share(device=here, precision=precision).precision_name:

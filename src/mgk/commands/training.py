@@ -189,10 +189,10 @@ def default_run(config: RunConfig, runs: Path = RUNS) -> Path:
 
 
 def write_copy(results: Path, found: dict[str, Any]) -> None:
-    """Put a result where those of many runs are."""
-    from mgk.training import result
+    """Put a result where those of many runs are, under the recipe that it agrees with."""
+    from mgk.reproduction.collection import write_result
 
-    result.write(results / found["recipe"] / f"{found['row']}-seed-{found['seed']}.json", found)
+    write_result(results, found)
 
 
 def parse_seeds(text: str) -> list[int]:

@@ -200,6 +200,8 @@ class Samples:
     """Which sequence a sample has; ``None``: sample i has sequence i."""
     second: NDArray[np.int64] | None = None
     """The other sequence of a pair."""
+    places: NDArray[np.int64] | None = None
+    """Where each sample stands in the corpus, if these are in another order; ``None``: sample i is item i."""
     longest: int = 4096
     """Sequences are cut to so many tokens."""
     width: int | None = None
@@ -247,6 +249,11 @@ class Samples:
         # All ranks together take the next samples; the last few are shared out evenly.
         together = self.batch_size * self.ranks
         return np.array_split(self._order(epoch)[step * together : (step + 1) * together], self.ranks)[self.rank]
+
+    def items(self, epoch: int, step: int) -> NDArray[np.int64]:
+        """Which items of the corpus make this batch."""
+        rows = self.rows(epoch, step)
+        return rows if self.places is None else self.places[rows]
 
     def batch(self, epoch: int, step: int) -> dict[str, Tensor]:
         rows = self.rows(epoch, step)

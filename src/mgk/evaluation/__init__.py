@@ -7,6 +7,7 @@ token and sentence counts exactly once, whatever the batch size and however many
 from mgk.evaluation import bleu, perplexity
 from mgk.evaluation.accuracy import ClassificationScore, accuracy, in_order_of_length
 from mgk.evaluation.bleu import BleuScore
+from mgk.evaluation.items import pack_items, unpack_items
 from mgk.evaluation.perplexity import Perplexity
 
 __all__ = [
@@ -16,5 +17,7 @@ __all__ = [
     "accuracy",
     "bleu",
     "in_order_of_length",
+    "pack_items",
     "perplexity",
+    "unpack_items",
 ]

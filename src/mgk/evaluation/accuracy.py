@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,9 @@ class ClassificationScore:
     correct: int
     count: int
     """Samples."""
+    right: NDArray[np.bool_] | None = field(default=None, compare=False, repr=False)
+    """``[count]``: which of them were right, in the order of the corpus, whatever the batches and ranks; ``None`` where
+    the batches are only some of those of a :class:`Samples`."""
 
 
 def accuracy(
@@ -61,12 +64,18 @@ def accuracy(
         raise ValueError(f"batches must hold every sample once, with drop_last=False and ranks=1, got {got}")
     if len(batches) == 0:
         raise ValueError("batches must hold at least one batch, got none")
-    sums = _sums(model, batches, torch.device(device), precision, rank, ranks, progress)
-    loss, correct, count = (reduce_sums(sums) if ranks > 1 else sums).tolist()
-    return ClassificationScore(accuracy=correct / count, loss=loss / count, correct=int(correct), count=int(count))
+    sums, right = _tally(model, batches, torch.device(device), precision, rank, ranks, progress)
+    if ranks > 1:
+        sums = reduce_sums(sums)
+        right = None if right is None else reduce_sums(right)
+    loss, correct, count = sums.tolist()
+    return ClassificationScore(
+        accuracy=correct / count, loss=loss / count, correct=int(correct), count=int(count),
+        right=None if right is None else right.cpu().numpy().astype(np.bool_),
+    )  # fmt: skip
 
 
-def _sums(
+def _tally(
     model: nn.Module,
     batches: Batches,
     device: torch.device,
@@ -74,18 +83,30 @@ def _sums(
     rank: int,
     ranks: int,
     progress: Progress,
-) -> Tensor:
-    """Of one rank: loss, correct answers, samples, ``[3]`` in fp64. They stay on the device, which nobody waits for."""
+) -> tuple[Tensor, Tensor | None]:
+    """Of one rank: loss, correct answers, samples, ``[3]`` in fp64; and a 1 for each item that was right, ``[items]``.
+    They stay on the device, which nobody waits for."""
     sums = torch.zeros(3, dtype=torch.float64, device=device)
+    hits: list[Tensor] = []
+    numbers: list[int] = []
     with inference(model, device, precision):
         for turn, batch in take_turns(batches, rank, ranks, device, progress, "accuracy"):
             outputs = model(**batch)
             if turn.counts:
                 labels = batch["labels"]
+                found = outputs.logits.argmax(dim=-1) == labels
                 sums[0] += outputs.loss.double() * len(labels)
-                sums[1] += (outputs.logits.argmax(dim=-1) == labels).sum()
+                sums[1] += found.sum()
                 sums[2] += len(labels)
-    return sums
+                hits.append(found)
+                numbers.append(turn.number)
+    if not isinstance(batches, Samples):
+        return sums, None
+    right = torch.zeros(len(batches.labels), dtype=torch.uint8, device=device)
+    if hits:
+        items = np.concatenate([batches.items(0, number) for number in numbers])
+        right[torch.from_numpy(items).to(device)] = torch.cat(hits).to(torch.uint8)
+    return sums, right
 
 
 def in_order_of_length(
@@ -118,6 +139,7 @@ def in_order_of_length(
         batch_size=batch_size,
         first=first[order],
         second=None if second is None else np.asarray(second)[order],
+        places=order,
         longest=longest,
         multiple_of=multiple_of,
         shuffle=False,

@@ -7,11 +7,12 @@ from typing import Any
 from mgk.models.configuration import MGKConfig
 
 # Long Range Arena, the recipe of the Nystromformer code base, which the paper follows. A head is 32 wide, however many
-# there are.
+# there are. Dropout also after the activation of the feed-forward network, as its model.py and the paper's have it.
 _LONG_RANGE_ARENA = {
     "attention": "softmax", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 32,
     "intermediate_size": 128, "hidden_act": "gelu", "norm_placement": "pre", "positions": "learned", "dropout": 0.1,
-    "attention_dropout": 0.1, "classifier_size": 128, "initialization": "torch", "pad_token_id": 0,
+    "attention_dropout": 0.1, "activation_dropout": 0.1, "classifier_size": 128, "initialization": "torch",
+    "pad_token_id": 0,
 }  # fmt: skip
 
 # WikiText-103, the Transformer-XL code base without memory. Positions count up here: the released code counts down,

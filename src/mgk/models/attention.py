@@ -42,7 +42,7 @@ class MGKAttention(MixtureAttention):
             dropout=0.0 if is_linear else config.attention_dropout, normalization=config.normalization,
             learn_variance=config.learn_variance,
             variance_scale=config.variance_scale, shift_init_std=config.shift_init_std, is_causal=is_causal,
-            prior_momentum=config.prior_momentum, **options,
+            prior_momentum=config.prior_momentum, shift_init=config.shift_init, **options,
         )  # fmt: skip
         self.config = config
         self.layer_idx = layer_idx

@@ -15,8 +15,8 @@ from mgk.models.pretrained import ForwardOptions, MGKPreTrainedModel
 from mgk.ops.packed import sequence_of_tokens
 
 
-def mean_over_tokens(hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Mean over the tokens that are not padding, ``[B, N, d]`` to ``[B, d]``. A row of padding alone is 0.
+def sum_over_tokens(hidden_states: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sum over the tokens that are not padding, ``[B, N, d]`` to ``[B, d]``, and how many they are, ``[B]``.
 
     Summed in fp32: a few thousand tokens overflow fp16.
     """
@@ -24,14 +24,14 @@ def mean_over_tokens(hidden_states: Tensor, attention_mask: Tensor | None) -> Te
         attention_mask = torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device)
     if attention_mask.ndim != 2:
         raise ValueError(f"attention_mask must have shape [B, N] to take a mean, got {list(attention_mask.shape)}")
-    valid = attention_mask.bool()[..., None]
+    valid = attention_mask.bool()
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-    total = hidden_states.masked_fill(~valid, 0.0).sum(dim=1, dtype=dtype)
-    return (total / valid.sum(dim=1).clamp(min=1)).to(hidden_states.dtype)
+    total = hidden_states.masked_fill(~valid[..., None], 0.0).sum(dim=1, dtype=dtype)
+    return total, valid.sum(dim=1)
 
 
-def mean_over_sequences(hidden_states: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Mean over the tokens of each packed sequence, ``[1, T, d]`` to ``[S, d]``. A sequence without tokens is 0.
+def sum_over_sequences(hidden_states: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum over the tokens of each packed sequence, ``[1, T, d]`` to ``[S, d]``, and how many they are, ``[S]``.
 
     A product with a matrix of zeros and ones: sums in a fixed order, forward and backward.
     """
@@ -40,14 +40,19 @@ def mean_over_sequences(hidden_states: Tensor, cu_seqlens: Tensor) -> Tensor:
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     with torch.autocast(hidden_states.device.type, enabled=False):
         total = (sequence[None, :] == number[:, None]).to(dtype) @ hidden_states[0].to(dtype)
-    return (total / cu_seqlens.diff().clamp(min=1)[:, None]).to(hidden_states.dtype)
+    return total, cu_seqlens.diff()
 
 
-def pool(hidden_states: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """The mean of each sequence, padded or packed."""
+def pool(hidden_states: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, config: MGKConfig) -> Tensor:
+    """What ``config.pooling`` makes of each sequence, padded or packed. A sequence without tokens is 0."""
     if cu_seqlens is not None:
-        return mean_over_sequences(hidden_states, cu_seqlens)
-    return mean_over_tokens(hidden_states, attention_mask)
+        total, count = sum_over_sequences(hidden_states, cu_seqlens)
+    else:
+        total, count = sum_over_tokens(hidden_states, attention_mask)
+    if config.pooling == "mean":
+        return (total / count.clamp(min=1)[:, None]).to(hidden_states.dtype)
+    length = config.max_position_embeddings if config.pooling_length is None else config.pooling_length
+    return (total / length).to(hidden_states.dtype)
 
 
 class ClassificationHead(nn.Module):
@@ -83,7 +88,7 @@ def classification_loss(config: MGKConfig, logits: Tensor, labels: Tensor, num_i
 
 
 class MGKForSequenceClassification(MGKPreTrainedModel):
-    """The Long Range Arena classifier: mean of the last states over valid tokens, then a small MLP."""
+    """The Long Range Arena classifier: the last states of a sequence pooled (``config.pooling``), then a small MLP."""
 
     def __init__(self, config: MGKConfig) -> None:
         super().__init__(config)
@@ -112,7 +117,9 @@ class MGKForSequenceClassification(MGKPreTrainedModel):
             input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,
             **{**kwargs, "use_cache": False},
         )  # fmt: skip
-        logits = self.classifier(pool(outputs.last_hidden_state, attention_mask, kwargs.get("cu_seq_lens_q")))
+        logits = self.classifier(
+            pool(outputs.last_hidden_state, attention_mask, kwargs.get("cu_seq_lens_q"), self.config)
+        )
         loss = None if labels is None else classification_loss(self.config, logits, labels, num_items_in_batch)
         return SequenceClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions

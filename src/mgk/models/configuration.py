@@ -72,6 +72,8 @@ class MGKConfig(PreTrainedConfig):
     """Variance over ``sqrt(head_dim)``, one number or one per component."""
     shift_init_std: int | float = 1.0
     """Standard deviation of the initial shifts."""
+    shift_init: Literal["normal", "first-zero"] = "normal"
+    """Whether all shifts are drawn, or those of the first component start at 0, as in the paper's released code."""
     prior_momentum: int | float = 0.0
     """How much of the old prior an EM update keeps."""
 
@@ -126,6 +128,12 @@ class MGKConfig(PreTrainedConfig):
 
     classifier_size: int = 128
     """Hidden width of the classification head."""
+    pooling: Literal["mean", "mean-over-length"] = "mean"
+    """What the head sees of a sequence: the mean of its last states over the tokens that are not padding, or their sum
+    divided by ``pooling_length``, as the published Long Range Arena code has it."""
+    pooling_length: int | None = None
+    """The length to which the published code pads every sequence; ``None`` is ``max_position_embeddings``. Only with
+    ``pooling="mean-over-length"``."""
     adaptive_cutoffs: list[int] | None = None
     """Where the clusters of an adaptive softmax end, in tokens sorted by frequency; ``None``: a plain softmax."""
     tie_word_embeddings: bool = True
@@ -227,11 +235,16 @@ class MGKConfig(PreTrainedConfig):
         for name in (
             "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
             "intermediate_size", "max_position_embeddings", "classifier_size", "num_components", "decoder_layers",
-            "source_vocab_size",
+            "source_vocab_size", "pooling_length",
         ):  # fmt: skip
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
+        if self.pooling_length is not None and self.pooling == "mean":
+            raise ValueError(
+                f"pooling_length must be left out with pooling='mean', got {self.pooling_length}: "
+                f"it belongs to 'mean-over-length'"
+            )
         if self.num_labels is not None and self.num_labels < 1:
             raise ValueError(f"num_labels must be at least 1, got {self.num_labels}")
         assert self.num_key_value_heads is not None

@@ -14,7 +14,7 @@ from mgk.models.pretrained import ForwardOptions, MGKPreTrainedModel
 
 
 class MGKForSequencePairClassification(MGKPreTrainedModel):
-    """Both sequences through one encoder; the head sees ``[a, b, a * b, a - b]`` of their means."""
+    """Both sequences through one encoder; the head sees ``[a, b, a * b, a - b]`` of what pooling makes of them."""
 
     def __init__(self, config: MGKConfig) -> None:
         super().__init__(config)
@@ -53,8 +53,8 @@ class MGKForSequencePairClassification(MGKPreTrainedModel):
         second = self.model(
             pair_input_ids, attention_mask=pair_attention_mask, inputs_embeds=pair_inputs_embeds, **options
         )
-        a = pool(first.last_hidden_state, attention_mask, bounds)
-        b = pool(second.last_hidden_state, pair_attention_mask, pair_cu_seq_lens_q)
+        a = pool(first.last_hidden_state, attention_mask, bounds, self.config)
+        b = pool(second.last_hidden_state, pair_attention_mask, pair_cu_seq_lens_q, self.config)
         if len(a) != len(b):
             raise ValueError(f"both sides must have as many sequences, got {len(a)} and {len(b)}")
         logits = self.classifier(torch.cat([a, b, a * b, a - b], dim=-1))

@@ -9,7 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mgk.nn.keys import ProjectedKeys, ShiftedKeys
+from mgk.nn.keys import SHIFT_INITS, ProjectedKeys, ShiftedKeys
 from mgk.nn.prior import EMPrior, LearnedPrior, UniformPrior
 from mgk.nn.variance import FixedVariance, LearnedVariance
 from mgk.ops import (
@@ -49,6 +49,8 @@ class MixtureAttention(nn.Module):
         learn_variance: learn a variance per key/value head and component.
         variance_scale: variance over ``sqrt(head_dim)``, one number or one per component.
         shift_init_std: standard deviation of the initial shifts.
+        shift_init: ``"normal"``: all of them are drawn, as in the paper; ``"first-zero"``: those of the first component
+            start at 0, as in its released code (where the others have a standard deviation of 0.5).
         num_kv_heads: key/value heads, a divisor of ``num_heads``: 1 is multi-query, ``None`` is ``num_heads``. Shifts,
             priors and variances belong to the keys, so there is one set for each of these heads.
         qk_norm: normalise the query and every component's key (RMS, learned gain) before the similarity. Shifted keys
@@ -87,12 +89,14 @@ class MixtureAttention(nn.Module):
         is_causal: bool = False,
         backend: str = "auto",
         prior_momentum: float = 0.0,
+        shift_init: str = "normal",
     ) -> None:
         super().__init__()
         check_choice("keys", keys, KEYS)
         check_choice("similarity", similarity, SIMILARITIES)
         check_choice("assignment", assignment, ASSIGNMENTS)
         check_choice("prior", prior, PRIORS)
+        check_choice("shift_init", shift_init, SHIFT_INITS)
         check_choice("backend", backend, BACKENDS)
         check_choice("normalization", normalization, NORMALIZATIONS)
         if feature_map is not None:
@@ -147,7 +151,7 @@ class MixtureAttention(nn.Module):
         if keys == "projected":
             self.keys = ProjectedKeys(num_kv_heads, head_dim, num_components)
         else:
-            self.keys = ShiftedKeys(num_kv_heads, head_dim, num_components, shift_init_std)
+            self.keys = ShiftedKeys(num_kv_heads, head_dim, num_components, shift_init_std, shift_init)
         self.q_proj = nn.Linear(embed_dim, num_heads * head_dim, bias=bias)
         self.k_proj = nn.Linear(embed_dim, self.keys.width, bias=bias)
         self.v_proj = nn.Linear(embed_dim, num_kv_heads * head_dim, bias=bias)

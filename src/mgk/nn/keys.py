@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+SHIFT_INITS = ("normal", "first-zero")
+"""How shifts start: all of them normal, as in the paper, or the first at 0, as in its released code."""
+
 
 class ProjectedKeys(nn.Module):
     """``k_jr = W_r x_j``: each component has a projection of its own (MGK). Holds no parameters itself.
@@ -36,12 +39,15 @@ class ShiftedKeys(nn.Module):
     attention, which is what makes them nearly free.
     """
 
-    def __init__(self, num_kv_heads: int, head_dim: int, num_components: int, init_std: float = 1.0) -> None:
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, num_components: int, init_std: float = 1.0, init: str = "normal"
+    ) -> None:
         super().__init__()
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.num_components = num_components
         self.init_std = init_std
+        self.init = init
         self.width = num_kv_heads * head_dim
         self.shift = nn.Parameter(torch.empty(num_kv_heads, num_components, head_dim))
         self.reset_parameters()
@@ -49,6 +55,10 @@ class ShiftedKeys(nn.Module):
     def reset_parameters(self) -> None:
         # Equal components would receive equal gradients forever: they must start apart.
         nn.init.normal_(self.shift, std=self.init_std)
+        if self.init == "first-zero":
+            # Drawn all the same, so that the other components are those that "normal" would draw.
+            with torch.no_grad():
+                self.shift[:, 0].zero_()
 
     def forward(self, projected: Tensor) -> Tensor:
         return projected.unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
@@ -56,5 +66,5 @@ class ShiftedKeys(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
-            f"num_components={self.num_components}, init_std={self.init_std}"
+            f"num_components={self.num_components}, init_std={self.init_std}, init={self.init}"
         )

@@ -18,7 +18,7 @@ FOLDER = Path(__file__).resolve().parent
 SECTIONS = ("data", "model", "optimizer", "schedule", "training", "validation")
 KEYS = ("title", "source", "base", "rows", "task", *SECTIONS)
 
-_NO_RECIPES = ("paper", "claims")
+_NO_RECIPES = ("paper", "claims", "fidelity")
 
 
 @dataclass(frozen=True, kw_only=True)

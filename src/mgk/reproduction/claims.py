@@ -2,7 +2,9 @@
 
 The test: Welch's t between the seeds of two rows, two-sided, at level 0.05, p values adjusted by Holm over the
 comparisons of one sentence of the paper. A claim "comparable" is tested against the margin of its metric instead of 0.
-Fewer than three seeds in a row decide nothing.
+Fewer than three seeds in a row decide nothing. Where both rows have the same seeds, the p value of the paired test
+stands beside it, and decides nothing: see docs/reproduction.md. A claim about a corpus that cannot be had is not
+judged; the same comparison on what stands in for it is a claim of its own.
 """
 
 from __future__ import annotations
@@ -10,18 +12,23 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from mgk.recipes import paper
 from mgk.recipes.recipe import FOLDER
+from mgk.reproduction.improvement import Improvement, improvement
+from mgk.reproduction.items import ACCURACY, ItemInterval, difference_interval
 from mgk.reproduction.metrics import Metric, metric
 from mgk.reproduction.results import Results
+from mgk.reproduction.stand_ins import in_place_of, is_gone
 from mgk.reproduction.statistics import Contrast, contrast, holm, mean
 from mgk.training.configuration import read_yaml
 
 Kind = Literal["better", "comparable"]
-Outcome = Literal["holds", "does not hold", "not shown", "not yet enough seeds", "not yet measured"]
+Outcome = Literal[
+    "holds", "does not hold", "not shown", "not yet enough seeds", "not yet measured", "corpus not to be had"
+]  # fmt: skip
 
 LEVEL = 0.05
 MINIMUM_SEEDS = 3
@@ -52,7 +59,7 @@ class Claim:
     def what(self) -> str:
         """In words."""
         relation = "better than" if self.kind == "better" else "not worse than"
-        where = self.recipes[0] if len(self.recipes) == 1 else "average"
+        where = self.recipes[0] if len(self.recipes) == 1 else f"mean of {', '.join(self.recipes)}"
         return f"{self.first} {relation} {self.second}, {where}, {self.metric.title}"
 
 
@@ -70,6 +77,12 @@ class Verdict:
     """By how much the first wins in the paper, in the direction that is better; ``None``: it prints no number."""
     found: float | None = None
     """By how much it wins in ours."""
+    paired_p: float | None = None
+    """Of the test that compares seed with seed, adjusted in the same way; ``None`` where the rows have other seeds."""
+    improvement: Improvement | None = None
+    """The probability that a run of the first row is better than one of the second."""
+    over_items: ItemInterval | None = None
+    """Where the difference would lie with other test items."""
 
 
 def claims(page: str) -> list[Claim]:
@@ -82,20 +95,45 @@ def pages() -> list[str]:
     return list(_read())
 
 
+def with_stand_ins(chosen: Sequence[Claim], results: Results) -> list[Claim]:
+    """The claims, and for each that cannot be judged the same comparison on what stands in for its corpus."""
+    known = {(claim.metric, claim.recipes, claim.first, claim.second) for claim in chosen}
+    found = list(chosen)
+    for claim in chosen:
+        if not _is_gone(claim, results):
+            continue
+        recipes = tuple(dict.fromkeys(in_place_of(recipe, results) for recipe in claim.recipes))
+        key = (claim.metric, recipes, claim.first, claim.second)
+        if key in known or any(is_gone(recipe, results) for recipe in recipes):
+            continue
+        known.add(key)
+        pairs = dict.fromkeys(
+            f"{in_place_of(recipe, results)} in place of {recipe}"
+            for recipe in claim.recipes
+            if is_gone(recipe, results)
+        )
+        found.append(replace(claim, recipes=recipes, where=f"{claim.where}; {', '.join(pairs)}"))
+    return found
+
+
 def judge(chosen: Sequence[Claim], results: Results) -> list[Verdict]:
     """A verdict on every claim, in their order."""
     verdicts: dict[Claim, Verdict] = {}
-    families: dict[tuple[str, str], list[tuple[Claim, Contrast]]] = {}
-    untested: dict[tuple[str, str], int] = {}
+    families: dict[tuple[str, str, str], list[tuple[Claim, Contrast, Contrast | None]]] = {}
+    untested: dict[tuple[str, str, str], int] = {}
     for claim in chosen:
-        family = (claim.page, claim.sentence)
+        family = (claim.page, claim.sentence, claim.where)
         if claim.metric.source == "benchmark":
             verdicts[claim] = _compare_measurements(claim, results)
             continue
-        samples = _samples(claim, results)
+        if _is_gone(claim, results):
+            verdicts[claim] = Verdict(
+                claim=claim, outcome="corpus not to be had", why="", seeds=(0, 0), published=_published(claim)
+            )
+            continue
         fewest = _seeds(claim, results)
         if min(fewest) < MINIMUM_SEEDS:
-            estimate = _estimate(samples)
+            estimate = _estimate(_samples(claim, results, in_pairs=False))
             untested[family] = untested.get(family, 0) + 1
             verdicts[claim] = Verdict(
                 claim=claim,
@@ -104,27 +142,39 @@ def judge(chosen: Sequence[Claim], results: Results) -> list[Verdict]:
                 seeds=fewest,
                 published=_published(claim),
                 found=estimate,
+                over_items=_over_items(claim, results),
             )
             continue
         margin = claim.metric.margin if claim.kind == "comparable" else 0.0
-        families.setdefault(family, []).append((claim, contrast(samples, -margin)))
+        tested = contrast(_samples(claim, results, in_pairs=False), -margin)
+        pairs = contrast(_samples(claim, results, in_pairs=True), -margin) if _is_paired(claim, results) else None
+        families.setdefault(family, []).append((claim, tested, pairs))
     for family, members in families.items():
         # Those that cannot be tested yet count as well, or a verdict would fall when more runs come in.
-        raw = [tested.p for _, tested in members] + [1.0] * untested.get(family, 0)
-        for (claim, tested), p in zip(members, holm(raw), strict=False):
-            verdicts[claim] = _decide(claim, tested, p, _seeds(claim, results))
+        rest = [1.0] * untested.get(family, 0)
+        p_values = holm([tested.p for _, tested, _ in members] + rest)
+        paired = holm([1.0 if pairs is None else pairs.p for _, _, pairs in members] + rest)
+        for (claim, tested, pairs), p, paired_p in zip(members, p_values, paired, strict=False):
+            verdicts[claim] = _decide(claim, tested, p, None if pairs is None else paired_p, results)
     return [verdicts[claim] for claim in chosen]
 
 
-def _decide(claim: Claim, tested: Contrast, p: float, seeds: tuple[int, int]) -> Verdict:
+def _decide(claim: Claim, tested: Contrast, p: float, paired_p: float | None, results: Results) -> Verdict:
     outcome: Outcome = "not shown"
     if p < LEVEL:
         outcome = "holds" if tested.t > 0 else "does not hold"
     low, high = tested.interval()
     digits = claim.metric.decimals
-    why = f"{tested.estimate:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}], p {show_p(p)}"
     return Verdict(
-        claim=claim, outcome=outcome, why=why, seeds=seeds, published=_published(claim), found=tested.estimate
+        claim=claim,
+        outcome=outcome,
+        why=f"{tested.estimate:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}], p {show_p(p)}",
+        seeds=_seeds(claim, results),
+        published=_published(claim),
+        found=tested.estimate,
+        paired_p=paired_p,
+        improvement=improvement([_values(claim, recipe, results) for recipe in claim.recipes]),
+        over_items=_over_items(claim, results),
     )
 
 
@@ -139,14 +189,46 @@ def _sign(claim: Claim) -> float:
     return 1.0 if claim.metric.higher_is_better else -1.0
 
 
-def _samples(claim: Claim, results: Results) -> list[tuple[float, list[float]]]:
-    """Weights and values; the weighted sum of means is positive where the first row is better."""
+def _is_gone(claim: Claim, results: Results) -> bool:
+    return claim.metric.source != "benchmark" and any(is_gone(recipe, results) for recipe in claim.recipes)
+
+
+def _over_items(claim: Claim, results: Results) -> ItemInterval | None:
+    if claim.metric != ACCURACY:
+        return None
+    return difference_interval(results, claim.recipes, claim.first, claim.second)
+
+
+def _pair(claim: Claim, recipe: str, results: Results) -> tuple[dict[int, float], dict[int, float]]:
+    """The values of both rows, by seed."""
+    return results.values(recipe, claim.first, claim.metric), results.values(recipe, claim.second, claim.metric)
+
+
+def _values(claim: Claim, recipe: str, results: Results) -> tuple[list[float], list[float]]:
+    """The values of both rows, more is better."""
+    first, second = _pair(claim, recipe, results)
+    return [_sign(claim) * value for value in first.values()], [_sign(claim) * value for value in second.values()]
+
+
+def _is_paired(claim: Claim, results: Results) -> bool:
+    """Whether both rows have the same seeds everywhere."""
+    return all(
+        first.keys() == second.keys() for first, second in (_pair(claim, each, results) for each in claim.recipes)
+    )
+
+
+def _samples(claim: Claim, results: Results, *, in_pairs: bool) -> list[tuple[float, list[float]]]:
+    """Weights and values; the weighted sum of means is positive where the first row is better. In pairs a sample is
+    what the differences of the seeds are: the same weighted sum, with the error that its differences have."""
     weight = _sign(claim) / len(claim.recipes)
-    return [
-        (side * weight, list(results.values(recipe, row, claim.metric).values()))
-        for side, row in ((1.0, claim.first), (-1.0, claim.second))
-        for recipe in claim.recipes
-    ]
+    found: list[tuple[float, list[float]]] = []
+    for recipe in claim.recipes:
+        first, second = _pair(claim, recipe, results)
+        if in_pairs:
+            found.append((weight, [first[seed] - second[seed] for seed in sorted(first)]))
+        else:
+            found += [(weight, list(first.values())), (-weight, list(second.values()))]
+    return found
 
 
 def _estimate(samples: Sequence[tuple[float, Sequence[float]]]) -> float | None:

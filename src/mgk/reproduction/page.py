@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mgk.reproduction.claims import LEVEL, MINIMUM_SEEDS, Verdict
+from mgk.reproduction.claims import LEVEL, MINIMUM_SEEDS, Verdict, show_p
+from mgk.reproduction.items import BINOMIAL
 from mgk.reproduction.missing import Missing, Need
 
 
@@ -101,9 +102,13 @@ def test_in_words() -> str:
     return (
         f"Welch's t test between the seeds of two rows, two-sided, level {LEVEL}, p values adjusted by Holm over the "
         f'comparisons of one sentence; {MINIMUM_SEEDS} seeds in each row at least. "Not worse" is tested against the '
-        f"margin of its metric (0.5 points of accuracy, perplexity or BLEU: ours, the paper has none). Differences are "
-        f'positive where the first row is better, with the 95 % interval of the difference, not adjusted. "Not shown": '
-        f"the seeds decide neither way."
+        "margin of its metric (0.5 points of accuracy, perplexity or BLEU: ours, the paper has none). Differences are "
+        "positive where the first row is better, with the 95 % interval of the difference, not adjusted. "
+        '"Paired p" is that of the differences between runs with the same seed, adjusted likewise; it decides nothing. '
+        '"P(better)" is the probability that a run of the first row is better than one of the second, with its 95 % '
+        'interval. "Over test items" is the 95 % interval of the difference if test items, and seeds, were drawn anew; '
+        'binomial, over items alone, where results do not say which items were right. "Not shown": the seeds decide '
+        "neither way."
     )
 
 
@@ -119,10 +124,32 @@ def verdict_grid(verdicts: Sequence[Verdict]) -> Grid:
     for verdict in verdicts:
         digits = verdict.claim.metric.decimals
         published = "" if verdict.published is None else f"{verdict.published:+.{digits}f}"
+        seeds = "" if verdict.outcome == "corpus not to be had" else f"{verdict.seeds[0]}, {verdict.seeds[1]}"
+        paired = "" if verdict.paired_p is None else show_p(verdict.paired_p)
+        found = verdict.improvement
+        likely = "" if found is None else f"{found.probability:.2f} [{found.low:.2f}, {found.high:.2f}]"
         lines.append(
-            (verdict.claim.what, published, verdict.why, f"{verdict.seeds[0]}, {verdict.seeds[1]}", verdict.outcome)
+            (verdict.claim.what, published, verdict.why, paired, likely, _over_items(verdict), seeds, verdict.outcome)
         )
-    return Grid(title="", header=("comparison", "in the paper", "ours", "seeds", "verdict"), lines=tuple(lines))
+    optional = ("paired p", "P(better)", "over test items")
+    header = ("comparison", "in the paper", "ours", *optional, "seeds", "verdict")
+    # Perplexities have no items, and times no runs.
+    shown = [
+        place for place, name in enumerate(header)
+        if name not in optional or any(line[place] for line in lines)
+    ]  # fmt: skip
+    return Grid(
+        title="",
+        header=tuple(header[place] for place in shown),
+        lines=tuple(tuple(line[place] for place in shown) for line in lines),
+    )
+
+
+def _over_items(verdict: Verdict) -> str:
+    if verdict.over_items is None:
+        return ""
+    low, high, over = verdict.over_items.low, verdict.over_items.high, verdict.over_items.over
+    return f"[{low:+.2f}, {high:+.2f}]{' binomial' if over == BINOMIAL else ''}"
 
 
 def by_sentence(verdicts: Sequence[Verdict]) -> dict[tuple[str, str], list[Verdict]]:
@@ -134,11 +161,13 @@ def by_sentence(verdicts: Sequence[Verdict]) -> dict[tuple[str, str], list[Verdi
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
-    """A sentence stands if all of its comparisons do, and falls with one."""
+    """A sentence stands if all of its comparisons do that can be judged at all, and falls with one."""
     outcomes = {verdict.outcome for verdict in verdicts}
     for decisive in ("does not hold", "not yet measured", "not yet enough seeds", "not shown"):
         if decisive in outcomes:
             return decisive
+    if "corpus not to be had" in outcomes:
+        return "holds where its corpus can be had" if "holds" in outcomes else "corpus not to be had"
     return "holds"
 
 

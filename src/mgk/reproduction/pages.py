@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mgk.reproduction import cost_pages, trained_pages
+from mgk.reproduction import cost_pages, fidelity, plateau, trained_pages
 from mgk.reproduction.page import Grid, Page, header, markdown, markdown_table
 from mgk.reproduction.results import Results
 from mgk.reproduction.tables import OURS, SEEDS, own_page, table_names, table_page
@@ -17,7 +17,7 @@ INDEX = "README.md"
 def names() -> list[str]:
     """Tables, then figures, as the paper numbers them, then experiments of ours."""
     figures = sorted({**cost_pages.PAGES, **trained_pages.PAGES}, key=lambda name: int(name[1:]))
-    return [*table_names(), *figures, *OURS]
+    return [*table_names(), *figures, *OURS, plateau.NAME, fidelity.NAME]
 
 
 def parse_names(given: Sequence[str]) -> list[str]:
@@ -45,18 +45,22 @@ def build(name: str, results: Results, folder: Path, seeds: int = SEEDS) -> Page
     """
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
+    if name == fidelity.NAME:
+        return fidelity.fidelity_page(results, seeds)
     if name in cost_pages.PAGES:
         return cost_pages.PAGES[name](name, folder)
     if name in trained_pages.PAGES:
         return trained_pages.PAGES[name](name, results, folder, seeds)
+    if name == plateau.NAME:
+        return plateau.plateau_page(name, results, folder, seeds)
     return own_page(name, results, seeds) if name in OURS else table_page(name, results, seeds)
 
 
 def write(page: Page, folder: Path) -> Path:
     """Write the Markdown of a page; a picture that is out of date does not stay beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob(f"{page.name}*.png"):
-        if old not in page.pictures and old.stem in (page.name, f"{page.name}-ranks"):
+    for old in folder.glob(f"{page.name}[.-]*png"):
+        if old not in page.pictures:
             old.unlink()
     path = folder / f"{page.name}.md"
     path.write_text(markdown(page), encoding="utf-8")

@@ -8,27 +8,30 @@
     results/analysis/NAME/analysis.json         the numbers of mgk analyze, its pictures beside them
     results/bench/retrieval-DEVICE.json         mgk bench retrieval
 
-A file that is damaged is an error that names it. A run whose configuration is not that of its recipe is set aside, with
-its curves and its analysis and a note: it would stand beside numbers that it does not compare with. So is an analysis
-of another text, or of the random tokens that ``mgk analyze`` takes where the data is not at hand.
+A file that is damaged is an error that names it. A run whose configuration is not that of its recipe of today counts,
+with its curves and its analysis, under the recipe that it agrees with, or nowhere, and a note says in what it differs:
+see :mod:`mgk.reproduction.filing`. An analysis of another text, or of the random tokens that ``mgk analyze`` takes
+where the data is not at hand, is set aside.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 import mgk.recipes
 from mgk.analysis.curves import read_measurements
+from mgk.evaluation.items import unpack_items
 from mgk.reproduction import numbers
+from mgk.reproduction.filing import OTHER, file_result
 from mgk.reproduction.metrics import Metric
 from mgk.training import result
-from mgk.training.configuration import RunConfig, differences, from_mapping, to_mapping
-from mgk.training.snapshot import FREE_TO_CHANGE
 
 EVALUATIONS, CURVES, ANALYSIS, BENCH = "evaluations", "curves", "analysis", "bench"
 _OTHER_FOLDERS = (EVALUATIONS, CURVES, ANALYSIS, BENCH, "accuracy")
@@ -58,8 +61,12 @@ class Results:
     """Measurements during training, by the name of the run."""
     measurements: Mapping[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
     """Those of ``mgk bench retrieval``, by recipe and row."""
+    right: Mapping[Key, NDArray[np.bool_]] = field(default_factory=dict)
+    """Which test items each run got right, ``[items]``, of those runs that say so."""
     notes: tuple[str, ...] = ()
     """What was set aside, and why."""
+    resampled: dict[str, Mapping[Key, NDArray[np.float64]]] = field(default_factory=dict, init=False, repr=False)
+    """Accuracies on items drawn anew, by recipe, made when they are first asked for: see :mod:`.items`."""
 
     def values(self, recipe: str, row: str, metric: Metric) -> dict[int, float]:
         """A metric of a row by seed, in the paper's unit."""
@@ -81,6 +88,28 @@ class Results:
     def trained(self, recipe: str, row: str) -> set[int]:
         """The seeds whose runs are finished."""
         return {seed for name, own, seed in self.runs if (name, own) == (recipe, row)}
+
+    def has_any(self, recipe: str) -> bool:
+        """Whether there is anything at all that was trained by a recipe."""
+        start = f"{recipe.replace('/', '-')}-"
+        named = [name for name in (*self.trainings, *self.analyses) if name.startswith(start)]
+        return bool(self.rows(recipe)) or recipe in map(_recipe_of_name, named)
+
+    def corpus(self, key: Key) -> str:
+        """The fingerprint of the data of a run; empty where nobody knows."""
+        found = self._tested(key).get("corpus")
+        return str(found.get("fingerprint", "")) if isinstance(found, Mapping) else ""
+
+    def test_items(self, key: Key) -> int | None:
+        """Of how many items the accuracy of a run is."""
+        if key in self.right:
+            return len(self.right[key])
+        metrics = self._tested(key).get("metrics", {})
+        count = metrics.get("test", metrics).get("count")
+        return int(count) if count else None
+
+    def _tested(self, key: Key) -> Mapping[str, Any]:
+        return self.runs.get(key) or self.evaluations.get((key, "test"), {})
 
     def measurement(self, recipe: str, row: str) -> Mapping[str, Any] | None:
         """Time and memory of a row."""
@@ -136,39 +165,61 @@ def read_results(folder: Path) -> Results:
     """Read a folder of results; one that is not there is an empty one."""
     notes: list[str] = []
     runs: dict[Key, Mapping[str, Any]] = {}
-    changed: set[str] = set()
-    for path in _run_files(folder):
-        content = _read_run(path)
-        if _is_usable(content, path, folder, notes):
-            runs[_key(content)] = content
-        else:
-            changed.add(run_name(*_key(content)))
-    # What a run that is set aside left elsewhere is set aside with it.
-    changed -= {run_name(*key) for key in runs}
-    curves = {path.stem: path for path in sorted((folder / CURVES).glob("*.jsonl")) if path.stem not in changed}
-    measurements = _read_measurements(folder, notes)
-    analyses = {name: content for name, content in _read_analyses(folder, notes) if name not in changed}
+    # What the files of a run are called, and the name that they are read under; ``None``: set aside with their run.
+    names: dict[str, str | None] = {}
+    found = {path: _read_run(path) for path in run_files(folder)}
+    filed = {path: _file(content, path, folder, notes) for path, content in found.items()}
+    # One that names its recipe comes before one that was found to belong there.
+    for path in sorted(found, key=lambda path: filed[path] != found[path]["recipe"]):
+        recipe, content = filed[path], found[path]
+        key = None if recipe is None else (recipe, content["row"], content["seed"])
+        if key in runs:
+            notes.append(f"{path.relative_to(folder)} is set aside: there is another result of {run_name(*key)}")
+            key = None
+        elif key is not None:
+            runs[key] = content
+        names[path.relative_to(folder).with_suffix("").as_posix().replace("/", "-")] = key and run_name(*key)
     evaluations: dict[tuple[Key, str], Mapping[str, Any]] = {}
     for path in sorted((folder / EVALUATIONS).glob("*.json")):
         content = _read_run(path)
         if content.get("stride") not in (None, 1):
             notes.append(f"{path.relative_to(folder)} slid its window by {content['stride']}; the paper by 1")
-        elif _is_usable(content, path, folder, notes):
-            evaluations[_key(content), str(content.get("split", "test"))] = content
-            if _key(content) not in runs:
+            continue
+        recipe = _file(content, path, folder, notes)
+        if recipe is not None:
+            key = (recipe, content["row"], content["seed"])
+            evaluations[key, str(content.get("split", "test"))] = content
+            names.setdefault(run_name(*_key(content)), run_name(*key))
+            if key not in runs:
                 notes.append(f"{path.relative_to(folder)} is an evaluation of a run whose own result is not here")
+    curves = {path.stem: path for path in sorted((folder / CURVES).glob("*.jsonl"))}
+    analyses = dict(_read_analyses(folder, notes))
+    for kind, found_names in ((CURVES, curves), (ANALYSIS, analyses)):
+        # Nothing tells what its run was.
+        alone = [name for name in found_names if name not in names]
+        notes += [f"{kind}/{name} is of a run whose own result is not here" for name in alone]
+    measurements = _read_measurements(folder, notes)
     return Results(
         folder=folder,
         runs=runs,
         evaluations=evaluations,
-        analyses=analyses,
-        trainings={name: _read_curve(path) for name, path in curves.items()},
+        analyses=_renamed(analyses, names),
+        trainings={name: _read_curve(path) for name, path in _renamed(curves, names).items()},
         measurements=measurements,
+        right=_read_items(runs, evaluations),
         notes=(*notes, *_corpora(runs)),
     )
 
 
-def _run_files(folder: Path) -> list[Path]:
+def _renamed(files: Mapping[str, T], names: Mapping[str, str | None]) -> dict[str, T]:
+    """What lies beside results, under the names of the runs that it belongs to; what has that name already stays."""
+    own = {name: file for name, file in files.items() if names.get(name, name) == name}
+    moved = {names[name]: file for name, file in files.items() if name not in own}
+    return {**{name: file for name, file in moved.items() if name is not None}, **own}
+
+
+def run_files(folder: Path) -> list[Path]:
+    """The results of runs in a folder of results."""
     paths = sorted(folder.rglob("*.json")) if folder.is_dir() else []
     return [path for path in paths if path.relative_to(folder).parts[0] not in _OTHER_FOLDERS]
 
@@ -184,6 +235,7 @@ def _read_run(path: Path) -> dict[str, Any]:
         if not isinstance(content.get(name), kind):
             raise ValueError(f"{path} must have a {name} of a run, got {content.get(name)!r}")
     _check_numbers(content["metrics"], path)
+    _check_items(content, path)
     if not isinstance(content.get("parameters", 0), int):
         raise ValueError(f"{path} must have a whole number of parameters, got {content['parameters']!r}")
     return content
@@ -199,25 +251,47 @@ def _check_numbers(metrics: Mapping[str, Any], path: Path) -> None:
             raise ValueError(f"{path} must have finite numbers as metrics, got {name}: {value!r}")
 
 
-def _is_usable(content: Mapping[str, Any], path: Path, folder: Path, notes: list[str]) -> bool:
-    """Whether a run is one of its recipe; otherwise a note says why not."""
-    name = content["recipe"]
-    if name not in mgk.recipes.names():
-        return False
+def _file(content: Mapping[str, Any], path: Path, folder: Path, notes: list[str]) -> str | None:
+    """The recipe that a run belongs to; a note says so where that is not the one it names."""
     try:
-        ran = to_mapping(from_mapping(RunConfig, dict(content["config"])))
-        now = to_mapping(_recipe(name).config(content["row"], seed=content["seed"]))
+        filed = file_result(content)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} must hold the configuration of a run, got one where {error}") from error
-    changed = [key for key in differences(ran, now) if key not in FREE_TO_CHANGE]
-    if changed:
-        notes.append(f"{path.relative_to(folder)} is set aside: it differs from {name} in {', '.join(changed)}")
-    return not changed
+    where, named = path.relative_to(folder), content["recipe"]
+    if filed.recipe is None and not filed.differences:
+        notes.append(f"{where} is set aside: its recipe, {named}, is none of the library's")
+    elif filed.recipe is None:
+        notes.append(
+            f"{where} is of another configuration and counts nowhere: it differs from {named} in {filed.reason}"
+        )
+    elif filed.recipe != named:
+        notes.append(f"{where} counts as {filed.recipe}: it differs from {named} in {filed.reason}")
+    return filed.recipe
 
 
-@functools.cache
-def _recipe(name: str) -> mgk.recipes.Recipe:
-    return mgk.recipes.load(name)
+def _read_items(
+    runs: Mapping[Key, Mapping[str, Any]], evaluations: Mapping[tuple[Key, str], Mapping[str, Any]]
+) -> dict[Key, NDArray[np.bool_]]:
+    """Which test items were right, of runs, and of evaluations whose run is not here."""
+    tested = {key: content for (key, split), content in evaluations.items() if split == "test"} | dict(runs)
+    return {
+        key: unpack_items(found["items"]["test"]) for key, found in tested.items() if "test" in found.get("items", {})
+    }
+
+
+def _check_items(content: Mapping[str, Any], path: Path) -> None:
+    """Refuse a record of items that is damaged, or that says something else than the accuracy beside it."""
+    records = content.get("items", {})
+    if not isinstance(records, Mapping) or not all(isinstance(record, Mapping) for record in records.values()):
+        raise ValueError(f"{path} must have its items by split, got {str(records)[:40]}")
+    for split, record in records.items():
+        try:
+            share = float(unpack_items(record).mean())
+        except ValueError as error:
+            raise ValueError(f"{path} must say which items were right, but {error}") from error
+        accuracy = content["metrics"].get(split, content["metrics"]).get("accuracy")
+        if accuracy is None or abs(share - accuracy) > 1e-6:
+            raise ValueError(f"{path} must have items that agree with its accuracy of {accuracy}, got {share} right")
 
 
 def _corpora(runs: Mapping[Key, Mapping[str, Any]]) -> Iterator[str]:
@@ -243,13 +317,13 @@ def _read_analyses(folder: Path, notes: list[str]) -> Iterator[tuple[str, Mappin
     for path in sorted((folder / ANALYSIS).glob("*/analysis.json")):
         content = result.read_object(path)
         numbers.check(content, path)
-        name = path.parent.name
+        name = path.parent.name.removeprefix(f"{OTHER}-")
         if {"recipe", "row", "seed"} <= content.keys():
             about = run_name(content["recipe"], content["row"], content["seed"])
             if about != name:
                 raise ValueError(f"{path} must be about the run that its folder names, got {about}")
         if "corpus" in content:
-            yield name, content
+            yield path.parent.name, content
         else:
             read = content.get("batch", "nobody knows what")
             notes.append(f"{path.relative_to(folder)} is set aside: its model read {read}, not the data of its recipe")
@@ -260,10 +334,15 @@ def _recipes_in(note: str) -> set[str]:
     for word in note.replace(",", " ").split():
         folder, _, file = word.partition("/")
         name = file if folder in _OTHER_FOLDERS else word.replace("/", "-")
-        # The longest, since lra-retrieval is how lra-retrieval-linear begins.
-        recipes = [each for each in mgk.recipes.names() if f"{name}-".startswith(f"{each.replace('/', '-')}-")]
-        found |= {max(recipes, key=len)} if recipes else set()
+        found |= {_recipe_of_name(name)} - {""}
     return found
+
+
+def _recipe_of_name(name: str) -> str:
+    """The recipe of a run by the name of its files."""
+    # The longest, since lra-retrieval is how lra-retrieval-linear begins.
+    recipes = [each for each in mgk.recipes.names() if f"{name}-".startswith(f"{each.replace('/', '-')}-")]
+    return max(recipes, key=len, default="")
 
 
 def _by_seed(named: Mapping[str, T], recipe: str, row: str) -> dict[int, T]:

@@ -74,6 +74,15 @@ def contrast(samples: Sequence[tuple[float, Sequence[float]]], value: float = 0.
     return Contrast(estimate=estimate, error=error, degrees=degrees, t=t, p=2 * t_tail(abs(t), degrees))
 
 
+def correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Pearson's; ``None`` where one of them does not vary."""
+    if len(first) != len(second):
+        raise ValueError(f"a correlation needs pairs, got {len(first)} and {len(second)} values")
+    ours, theirs = [value - mean(first) for value in first], [value - mean(second) for value in second]
+    scale = math.sqrt(math.fsum(each**2 for each in ours) * math.fsum(each**2 for each in theirs))
+    return math.fsum(a * b for a, b in zip(ours, theirs, strict=True)) / scale if scale > 0 else None
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's adjusted p values: below a level where the claim stands with all others tested beside it."""
     order = sorted(range(len(p_values)), key=p_values.__getitem__)

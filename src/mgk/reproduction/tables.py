@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mgk.recipes
-from mgk.reproduction.claims import claims, judge
+from mgk.reproduction.claims import MINIMUM_SEEDS, claims, judge, with_stand_ins
+from mgk.reproduction.items import ACCURACY, accuracy_interval
 from mgk.reproduction.metrics import Metric, metric
 from mgk.reproduction.missing import Need, find_missing
 from mgk.reproduction.page import Grid, Page
+from mgk.reproduction.recipe import bundled
 from mgk.reproduction.results import Results
-from mgk.reproduction.statistics import mean, standard_error
+from mgk.reproduction.stand_ins import explain, in_place_of, is_gone
+from mgk.reproduction.statistics import correlation, mean, standard_error, t_quantile
 
 Recipes = Mapping[str, Mapping[str, Mapping[str, float]]]
 """Published numbers by recipe, row and metric."""
@@ -32,6 +36,7 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
     "T1": (
         "All ListOps numbers of the paper lie near what the outermost operator alone gives (36 %), and the 2,000 test "
         "samples alone give one run a standard error of 1.1 points.",
+        "How this training differs from the published code, and what each difference does: [fidelity](fidelity.md).",
     ),
     "T2": (
         "The paper's code for these rows has no denominator, and mixes keys before the feature map, which is linear "
@@ -82,21 +87,35 @@ def table_page(name: str, results: Results, seeds: int = SEEDS) -> Page:
     recipes: Recipes = table["recipes"]
     # Tasks of one row stand beside each other, others below each other.
     groups = [list(recipes)] if "averages" in table else [[recipe] for recipe in recipes]
-    needs = [
-        Need(recipe=recipe, row=row, metric=metric(found), seeds=1 if name == "size" else seeds)
-        for recipe, rows in recipes.items()
-        for row, metrics in rows.items()
-        for found in metrics
+    needs = list(
+        dict.fromkeys(
+            Need(
+                recipe=recipe if metric(found).source == "benchmark" else in_place_of(recipe, results),
+                row=row, metric=metric(found), seeds=1 if name == "size" else seeds,
+            )
+            for recipe, rows in recipes.items()
+            for row, metrics in rows.items()
+            for found in metrics
+        )
+    )  # fmt: skip
+    used = list(dict.fromkeys((*recipes, *(need.recipe for need in needs))))
+    # Times and memory need no corpus.
+    gone = [recipe for recipe in recipes if recipe not in {need.recipe for need in needs}]
+    grids = [_grid(group, recipes, table.get("averages"), results) for group in groups]
+    grids += [
+        _stand_in_grid(recipe, recipes[recipe], results)
+        for recipe in gone
+        if in_place_of(recipe, results) not in recipes
     ]
     return Page(
         name=name,
         title=table["title"],
-        text=TEXTS.get(name, ()),
-        grids=tuple(_grid(group, recipes, table.get("averages"), results) for group in groups),
-        verdicts=tuple(judge(claims(name), results)),
+        text=(*TEXTS.get(name, ()), *explain(gone, results), *_seeds_in_common(used, results)),
+        grids=(*grids, *interval_grids(used, results)),
+        verdicts=tuple(judge(with_stand_ins(claims(name), results), results)),
         needs=tuple(needs),
         missing=tuple(find_missing(results, needs, name)),
-        notes=results.notes_about(recipes),
+        notes=results.notes_about(used),
         numbers=sum(bool(results.values(need.recipe, need.row, need.metric)) for need in needs if need.metric),
     )
 
@@ -109,7 +128,7 @@ def own_page(name: str, results: Results, seeds: int = SEEDS) -> Page:
         results: what we have.
         seeds: how many each row should have.
     """
-    recipe = mgk.recipes.load(name)
+    recipe = bundled(name)
     shown = metric(OURS[name])
     lines = tuple((row, show(list(results.values(name, row, shown).values()), shown.decimals)) for row in recipe.rows)
     needs = [Need(recipe=name, row=row, metric=shown, seeds=seeds) for row in recipe.rows]
@@ -117,7 +136,7 @@ def own_page(name: str, results: Results, seeds: int = SEEDS) -> Page:
         name=name,
         title=recipe.title,
         text=("The paper has no such table: this is our own experiment, with the comparisons that it leaves out.",),
-        grids=(Grid(title="", header=("row", shown.title), lines=lines),),
+        grids=(Grid(title="", header=("row", shown.title), lines=lines), *interval_grids([name], results)),
         verdicts=tuple(judge(claims(name), results)),
         needs=tuple(needs),
         missing=tuple(find_missing(results, needs, name)),
@@ -147,6 +166,61 @@ def _grid(group: Sequence[str], recipes: Recipes, averages: Mapping[str, float] 
         header += ["average", "paper"]
     lines = [_line(row, columns, recipes, averages, results) for row in (*rows, *ours)]
     return Grid(title="" if len(group) > 1 or len(recipes) == 1 else group[0], header=tuple(header), lines=tuple(lines))
+
+
+def interval_grids(recipes: Sequence[str], results: Results) -> list[Grid]:
+    """For rows with an accuracy: how far other seeds, and other test items, would move it."""
+    lines = []
+    for recipe in recipes:
+        order = bundled(recipe).rows
+        for row in sorted(results.rows(recipe), key=lambda row: order.index(row) if row in order else len(order)):
+            values = list(results.values(recipe, row, ACCURACY).values())
+            found = accuracy_interval(results, recipe, row)
+            if found is None:
+                continue
+            error = standard_error(values)
+            half = None if error is None else t_quantile(0.975, len(values) - 1) * error
+            seeds = "" if half is None else f"[{mean(values) - half:.2f}, {mean(values) + half:.2f}]"
+            lines.append(
+                (recipe, row, f"{mean(values):.2f}", seeds, f"[{found.low:.2f}, {found.high:.2f}]", found.over)
+            )
+    if not lines:
+        return []
+    header = ("recipe", "row", ACCURACY.title, "other seeds", "other items", "drawn anew")
+    return [Grid(title="95 % intervals of the mean accuracy", header=header, lines=tuple(lines))]
+
+
+def _seeds_in_common(recipes: Sequence[str], results: Results) -> list[str]:
+    """How much a seed does to two rows alike, which is what a paired test lives on."""
+    said = []
+    for recipe in recipes:
+        values = {row: results.values(recipe, row, ACCURACY) for row in results.rows(recipe)}
+        found = [
+            correlation([first[seed] for seed in first], [second[seed] for seed in first])
+            for first, second in itertools.combinations(values.values(), 2)
+            if len(first) >= MINIMUM_SEEDS and first.keys() == second.keys()
+        ]
+        known = [each for each in found if each is not None]
+        if known:
+            said.append(
+                f"{recipe}: over the seeds that rows share, accuracies of two rows have a correlation of "
+                f"{mean(known):+.2f} on average ({len(known)} pairs of rows)."
+            )
+    return said
+
+
+def _stand_in_grid(recipe: str, rows: Mapping[str, Mapping[str, float]], results: Results) -> Grid:
+    """The rows of the paper's table on what stands in for its corpus, then those that only we have."""
+    other = in_place_of(recipe, results)
+    assert is_gone(recipe, results)
+    assert other != recipe
+    shown = [metric(found) for found in dict.fromkeys(key for metrics in rows.values() for key in metrics)]
+    more = [row for row in results.rows(other) if row not in rows and results.values(other, row, shown[0])]
+    lines = tuple(
+        (row, *(show(list(results.values(other, row, each).values()), each.decimals) for each in shown))
+        for row in (*rows, *more)
+    )
+    return Grid(title=f"{other}, in place of {recipe}", header=("row", *(each.title for each in shown)), lines=lines)
 
 
 def show(values: Sequence[float], digits: int) -> str:

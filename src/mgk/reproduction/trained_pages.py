@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from mgk.reproduction import learning_curves, numbers, rank_histograms
-from mgk.reproduction.claims import claims, judge
+from mgk.reproduction.claims import claims, judge, with_stand_ins
 from mgk.reproduction.composition import compose
 from mgk.reproduction.learning_curves import Panel
 from mgk.reproduction.metrics import Metric, metric
 from mgk.reproduction.missing import Need, find_missing
 from mgk.reproduction.page import Grid, Page
 from mgk.reproduction.results import Results
+from mgk.reproduction.stand_ins import explain, in_place_of, name_stand_ins
 from mgk.reproduction.tables import show
 
 RETRIEVAL = {"lra/retrieval": ("softmax-2", "mgk-1", "mgk-2"), "lra/retrieval-linear": ("linear-2", "mlk-1", "mlk-2")}
@@ -62,7 +63,9 @@ _CURVES: Mapping[str, tuple[str, Mapping[str, tuple[str, ...]], tuple[Panel, ...
 
 def curve_page(name: str, results: Results, folder: Path, seeds: int) -> Page:
     """Figures 1, 5, 11 and 12."""
-    title, recipes, panels, key = _CURVES[name]
+    title, published, panels, key = _CURVES[name]
+    title = name_stand_ins(title, list(published), results)
+    recipes = {in_place_of(recipe, results): rows for recipe, rows in published.items()}
     picture = folder / f"{name}.png"
     drawn = learning_curves.draw(
         [
@@ -74,7 +77,7 @@ def curve_page(name: str, results: Results, folder: Path, seeds: int) -> Page:
         title=title,
         columns=max(2, len(panels)),
     )
-    chosen = claims(name)
+    chosen = with_stand_ins(claims(name), results)
     needs = [
         Need(recipe=recipe, row=row, metric=metric(key), seeds=seeds if chosen else 1)
         for recipe, rows in recipes.items()
@@ -91,6 +94,7 @@ def curve_page(name: str, results: Results, folder: Path, seeds: int) -> Page:
     return Page(
         name=name,
         title=title,
+        text=explain(list(published), results),
         grids=(Grid(title="At the end", header=("row", *(panel.title for panel in panels)), lines=lines),)
         if drawn
         else (),
@@ -108,9 +112,10 @@ def analysis_page(name: str, results: Results, folder: Path, seeds: int) -> Page
     pictures: list[Path] = []
     grids: list[Grid] = []
     needs: list[Need] = []
-    drawn, title = 0, ""
+    drawn, title, published = 0, "", ""
     if name in PICTURES:
-        recipe, rows, file, title = PICTURES[name]
+        published, rows, file, title = PICTURES[name]
+        recipe, title = in_place_of(published, results), name_stand_ins(title, [published], results)
         found = {row: results.picture(recipe, row, file) for row in rows}
         there = {row: path for row, path in found.items() if path is not None}
         if there:
@@ -119,7 +124,8 @@ def analysis_page(name: str, results: Results, folder: Path, seeds: int) -> Page
         drawn += len(there)
         needs += [Need(recipe=recipe, row=row, picture=file) for row in rows]
     if name in RANKS:
-        recipe, rows, layers = RANKS[name]
+        published, rows, layers = RANKS[name]
+        recipe = in_place_of(published, results)
         title = title or "Ranks of attention matrices, WikiText-103"
         picture = folder / f"{name}-ranks.png"
         count = rank_histograms.draw(_ranks(results, recipe, rows, layers), picture, title="Rank of attention matrices")
@@ -132,9 +138,10 @@ def analysis_page(name: str, results: Results, folder: Path, seeds: int) -> Page
     return Page(
         name=name,
         title=title + (" and ranks" if name == "F2" else ""),
+        text=explain([published], results),
         grids=tuple(grids),
         pictures=tuple(pictures),
-        verdicts=tuple(judge(claims(name), results)),
+        verdicts=tuple(judge(with_stand_ins(claims(name), results), results)),
         needs=tuple(needs),
         missing=tuple(find_missing(results, needs, name)),
         notes=(*_NOTES.get(name, ()), *results.notes_about({need.recipe for need in needs})),

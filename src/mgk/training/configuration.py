@@ -38,10 +38,11 @@ class DataConfig:
     pad_to: int | None = None
     """Pad every sequence to this length instead, as the published code does; the result is the same, only slower."""
     pack: bool | None = None
-    """Put the sequences of a batch one after the other instead of padding them; ``None``: no. A batch has the same loss
-    and gradients, only faster where the fused kernels take it and lengths differ much: on a GPU in half precision.
-    (Batches of translation are cut by their padded width, so packed ones hold other sentences where widths are
-    rounded up.)"""
+    """Put the sequences of a batch one after the other instead of padding them. A batch has the same loss and
+    gradients, only faster where the fused kernels take it and lengths differ much. ``None``: for classification and
+    pairs on a GPU in half precision, but not with linear attention, nor where EM sets the priors; a run that goes on
+    keeps what it began with. (Batches of translation are cut by their padded width, so packed ones hold other sentences
+    where widths are rounded up: never, unless told.)"""
     multiple_of: int | None = None
     """Round the longest up to a multiple of this, or the tokens of a packed batch; ``None``: on a GPU, where shapes are
     compiled and recorded, 64, or 8 for sentences; packed at most 1024, or 256 for sentences; 1 elsewhere."""

@@ -15,6 +15,7 @@ from mgk.training.corpora import open_or_prepare
 from mgk.training.distributed import build_fabric
 from mgk.training.errors import CheckpointError
 from mgk.training.loop import BEST, CHECKPOINTS
+from mgk.training.resolved_model import model_of_record, with_model_of_record
 from mgk.training.run import CONFIG
 from mgk.training.task import Share, Task, build_task, choose_precision
 
@@ -48,7 +49,7 @@ def evaluate_run(
         precision: ``auto`` is what the recipe says, for this device.
         progress: shows how far it is.
     """
-    config, task = open_run(folder, source=source, progress=progress)
+    config, task, found = open_run(folder, source=source, progress=progress)
     stride = None if stride is None else min(stride, config.data.longest)
     if split not in task.corpus.splits or split == "documents":
         known = ", ".join(name for name in task.corpus.splits if name != "documents")
@@ -59,7 +60,6 @@ def evaluate_run(
     if named not in ("auto", "fp32", "bf16", "fp16"):
         raise ValueError(f"--precision must be one of auto, fp32, bf16, fp16, got {named!r}")
     share = Share(device=place, precision=choose_precision(named, place))
-    found = newest_best(folder)
     if found.manifest["corpus"] != task.corpus.fingerprint:
         raise CheckpointError(
             f"{found.folder} must come from this corpus, whose fingerprint is {task.corpus.fingerprint[:12]}..., "
@@ -68,7 +68,8 @@ def evaluate_run(
     model = task.build_model()
     snapshot.restore_weights(found, model)
     model.to(place).eval()
-    metrics: dict[str, Any] = dict(task.evaluate(model, split, share, progress))
+    tested, items = task.test(model, split, share, progress)
+    metrics: dict[str, Any] = dict(tested)
     where: dict[str, Any] = {"device": share.device, "precision": share.precision, "progress": progress}
     if config.task == "language" and stride is not None:
         tokens = task.corpus.splits[split].sequences["text"].tokens
@@ -94,23 +95,28 @@ def evaluate_run(
     elif config.task == "translation":
         facts = {"beams": beams, "length_penalty": length_penalty}
     written = result.describe(
-        config, metrics=metrics, corpus=task.corpus.fingerprint, device=place, split=split, best_step=found.step,
-        precision=share.precision_name,
-        baselines=baselines.compute(task.corpus, split), **facts,
+        config, metrics=metrics, model=model_of_record(found.manifest), corpus=task.corpus.fingerprint, device=place,
+        split=split, best_step=found.step, precision=share.precision_name,
+        baselines=baselines.compute(task.corpus, split), **facts, **result.items({split: items}),
     )  # fmt: skip
     result.write(folder / f"evaluation-{split}.json", written)
     return written
 
 
-def open_run(folder: Path, *, source: Path | None = None, progress: Progress = no_progress) -> tuple[RunConfig, Task]:
-    """The configuration of a run, and its task with the corpus."""
+def open_run(
+    folder: Path, *, source: Path | None = None, progress: Progress = no_progress
+) -> tuple[RunConfig, Task, checkpoint.Checkpoint]:
+    """The configuration of a run, its task with the corpus, and its best model."""
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} must be the folder of a run, got no {CONFIG} there")
     config = from_mapping(RunConfig, read_yaml(folder / CONFIG))
+    found = newest_best(folder)
+    # The model of then, whatever its architecture's name stands for today.
+    config = with_model_of_record(config, found.manifest)
     # A limit is for validation during training: here everything counts. And BLEU is measured here, with other settings.
     changes: dict[str, Any] = {"metric": "loss"} if config.task == "translation" else {}
     whole = dataclasses.replace(config, validation=dataclasses.replace(config.validation, limit=None, **changes))
-    return config, build_task(whole, open_or_prepare(config.data, source=source, progress=progress))
+    return config, build_task(whole, open_or_prepare(config.data, source=source, progress=progress)), found
 
 
 def newest_best(folder: Path) -> checkpoint.Checkpoint:

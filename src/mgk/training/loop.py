@@ -37,6 +37,7 @@ from mgk.training.distributed import seed_everything, total_norm
 from mgk.training.errors import CheckpointError, CheckpointWriteError, NonFiniteError
 from mgk.training.graphs import GraphedStep
 from mgk.training.loss_scale import LossScale
+from mgk.training.resolved_model import describe_model
 from mgk.training.schedule import rates
 from mgk.training.signals import GracefulStop
 from mgk.training.state import Report, State
@@ -174,9 +175,13 @@ class Trainer:
 
     def evaluate(self, split: str) -> dict[str, float]:
         """The metrics of a split with the weights of now."""
-        metrics = self.task.evaluate(self.model, split, self.share, self._watched)
+        return self.test(split)[0]
+
+    def test(self, split: str) -> tuple[dict[str, float], dict[str, Any] | None]:
+        """Likewise, and which of its items were right, where there is such a thing."""
+        found = self.task.test(self.model, split, self.share, self._watched)
         self._show()
-        return metrics
+        return found
 
     def save(self, *, must: bool = False) -> None:
         """Write a checkpoint. One that cannot be written is reported, and is an error only where it ``must``."""
@@ -328,7 +333,9 @@ class Trainer:
         if found is None:
             self._say(f"no checkpoint in {self.checkpoints}: starting at step 0")
             return
+        self.share = snapshot.lay_out_as(found, self.share, self.config)
         snapshot.check_same_run(found, self._identity())
+        self.batches = self.task.training_batches(self.share)
         snapshot.restore_all(found, self.model, self.optimizer, self.fabric)
         if isinstance(resume, int) and self._is_first:
             # What came after it is made anew; a crash must not go on from what is no more.
@@ -343,10 +350,12 @@ class Trainer:
         """What has to be the same for a run to go on."""
         return {
             "config": to_mapping(self.config),
+            "model": describe_model(self.model.config),
             "corpus": self.task.corpus.fingerprint,
             "ranks": self.share.ranks,
             # What was left to the machine.
             "precision": self.share.precision_name,
+            "packed": self.share.packs(self.config),
             "multiple_of": self.share.training_multiple_of(self.config),
         }
 

@@ -15,13 +15,15 @@ import mgk
 from mgk.training.configuration import RunConfig, to_mapping
 
 RESULT = "result.json"
-FORMAT = 1
+FORMAT = 2
+"""1 had no ``model`` and no ``packed``: see :mod:`mgk.training.resolved_model`."""
 
 
 def describe(
     config: RunConfig,
     *,
     metrics: Mapping[str, Any],
+    model: Mapping[str, Any],
     corpus: str,
     device: torch.device,
     **facts: Any,
@@ -31,6 +33,7 @@ def describe(
     Args:
         config: of the run.
         metrics: by split.
+        model: its configuration in full.
         corpus: fingerprint of the data.
         device: where it ran.
         facts: whatever else is worth keeping: steps, seconds, parameters.
@@ -42,12 +45,19 @@ def describe(
         "seed": config.seed,
         "metrics": dict(metrics),
         "config": to_mapping(config),
+        "model": dict(model),
         "corpus": {"name": config.data.corpus, "fingerprint": corpus},
         "device": device_name(device),
         "versions": versions(),
         "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **facts,
     }
+
+
+def items(by_split: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
+    """What a result says of single items: ``items``, by split, where any split has them."""
+    known = {split: record for split, record in by_split.items() if record is not None}
+    return {"items": known} if known else {}
 
 
 def write(path: Path, result: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from mgk.training.configuration import RunConfig, to_mapping
 from mgk.training.distributed import on_first_rank
 from mgk.training.lock import RunLock
 from mgk.training.loop import CHECKPOINTS, Interrupted, Resume, Trainer
+from mgk.training.resolved_model import describe_model
 from mgk.training.signals import GracefulStop
 from mgk.training.tracking import Display
 
@@ -77,15 +78,17 @@ def fit(
 def finish(trainer: Trainer) -> dict[str, Any]:
     """Test the best model of a finished run, and write ``result.json``."""
     best = trainer.load_best()
-    tested = trainer.evaluate("test")
+    tested, items = trainer.test("test")
     state, corpus = trainer.state, trainer.task.corpus
     found = result.describe(
         trainer.config,
         metrics={"valid": best.manifest["metrics"], "test": tested},
+        model=describe_model(trainer.model.config),
         corpus=corpus.fingerprint,
         device=trainer.share.device,
         ranks=trainer.share.ranks,
         precision=trainer.share.precision_name,
+        packed=trainer.share.packs(trainer.config),
         parameters=trainer.model.num_parameters(),
         best_step=best.step,
         steps=state.step,
@@ -93,6 +96,7 @@ def finish(trainer: Trainer) -> dict[str, Any]:
         tokens=state.tokens,
         seconds=state.seconds,
         baselines=baselines.compute(corpus) if trainer.fabric.is_global_zero else {},
+        **result.items({"test": items}),
     )
     if trainer.fabric.is_global_zero:
         result.write(trainer.folder / result.RESULT, found)

@@ -6,6 +6,7 @@ Tensors are whole here, whatever shards a rank has: a checkpoint is the same fil
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,20 +20,15 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from mgk.training.agreement import run_differences, was_packed
 from mgk.training.checkpoint import Checkpoint, Write
-from mgk.training.configuration import differences
+from mgk.training.configuration import RunConfig
 from mgk.training.distributed import gather, random_state, set_random_state, whole, write_into
 from mgk.training.errors import CheckpointError
+from mgk.training.task import Share
 
 OPTIMIZER, RANDOM, WEIGHTS = "optimizer.safetensors", "random.safetensors", "model.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-# What may differ between a run and its continuation: none of it changes a number.
-FREE_TO_CHANGE = {
-    "name", "row", "data.multiple_of", "training.precision", "data.workers", "data.timeout",
-    "training.log_every", "training.checkpoint_every", "training.cuda_graphs", "training.keep_checkpoints",
-    "training.max_skipped",
-}  # fmt: skip
 
 
 def take_weights(model: PreTrainedModel) -> Write:
@@ -94,12 +90,15 @@ def restore_all(found: Checkpoint, model: PreTrainedModel, optimizer: Optimizer,
     set_random_state({name: state[fabric.global_rank] for name, state in generators.items()}, fabric.device)
 
 
+def lay_out_as(found: Checkpoint, share: Share, config: RunConfig) -> Share:
+    """The share of a run that goes on: where packing was left to the machine, it is what the run began with."""
+    return dataclasses.replace(share, packs_already=was_packed(found.manifest)) if config.data.pack is None else share
+
+
 def check_same_run(found: Checkpoint, now: Mapping[str, Any]) -> None:
     """Refuse a checkpoint that another run wrote: what would come of it is neither the one nor the other."""
-    before = found.manifest
-    changed = {
-        key: values for key, values in differences(before["config"], now["config"]).items() if key not in FREE_TO_CHANGE
-    }
+    before = {**found.manifest, "packed": was_packed(found.manifest)}
+    changed = run_differences(before, now)
     if changed:
         listed = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in changed.items())
         raise CheckpointError(f"{found.folder} must come from this configuration, got another: {listed}")
@@ -108,7 +107,8 @@ def check_same_run(found: Checkpoint, now: Mapping[str, Any]) -> None:
             f"{found.folder} must come from this corpus, whose fingerprint is {now['corpus'][:12]}..., "
             f"got {before['corpus'][:12]}...: was it prepared with other options?"
         )
-    for key, hint in (("precision", "training.precision"), ("multiple_of", "data.multiple_of")):
+    hints = {"precision": "training.precision", "packed": "data.pack", "multiple_of": "data.multiple_of"}
+    for key, hint in hints.items():
         if before[key] != now[key]:
             raise CheckpointError(
                 f"{found.folder} must come from {key} {now[key]}, as chosen here, got {before[key]}: set {hint}"

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from huggingface_hub.errors import StrictDataclassError
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -24,18 +23,18 @@ from mgk.data.registry import KINDS
 from mgk.data.store import Corpus, Sequences, Split
 from mgk.evaluation import bleu, perplexity
 from mgk.evaluation.accuracy import accuracy, in_order_of_length
+from mgk.evaluation.items import pack_items
 from mgk.models import (
-    MGKConfig,
     MGKForCausalLM,
     MGKForSeq2SeqLM,
     MGKForSequenceClassification,
     MGKForSequencePairClassification,
-    architecture,
     fingerprint,
 )
 from mgk.models.loss import IGNORED
 from mgk.models.seq2seq import one_later
 from mgk.training.configuration import RunConfig
+from mgk.training.resolved_model import build_model_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +46,8 @@ class Share:
     """Of autocast; ``None``: fp32 throughout."""
     rank: int = 0
     ranks: int = 1
+    packs_already: bool | None = None
+    """Whether the run that goes on here has packed its batches so far; ``None``: it has not begun."""
 
     @property
     def precision_name(self) -> str:
@@ -61,9 +62,20 @@ class Share:
         # Sentences are short: rounded up to 64 they would be padding for the most part.
         return 8 if config.task == "translation" else 64
 
+    def packs(self, config: RunConfig) -> bool:
+        """Whether training batches are packed."""
+        data = config.data
+        if data.pack is not None or config.task not in ("classification", "pairs"):
+            return bool(data.pack)
+        if self.packs_already is not None:
+            return self.packs_already
+        # Where the fused kernels take packed sequences; those of EM have as many shapes as there are sums of lengths.
+        is_fused = self.device.type == "cuda" and self.precision is not None
+        return is_fused and data.pad_to is None and not config.model.is_linear and not config.model.has_em_prior
+
     def training_multiple_of(self, config: RunConfig) -> int:
         """The same of training batches, or what the tokens of a packed one are rounded up to."""
-        if config.data.multiple_of is not None or not config.data.pack:
+        if config.data.multiple_of is not None or not self.packs(config):
             return self.multiple_of(config)
         # EM counts every pair, those of what fills up as well.
         if self.device.type != "cuda" or config.model.has_em_prior:
@@ -103,6 +115,12 @@ class Task(Protocol):
 
     def evaluate(self, model: nn.Module, split: str, share: Share, progress: Progress) -> dict[str, float]:
         """The metrics of a split, the same on every rank; ``loss`` is among them."""
+
+    def test(
+        self, model: nn.Module, split: str, share: Share, progress: Progress
+    ) -> tuple[dict[str, float], dict[str, Any] | None]:
+        """The metrics of a split, and :func:`mgk.evaluation.pack_items` of which of its items were right; ``None``
+        where an item is neither right nor wrong."""
 
     def save_tokenizer(self, folder: Path) -> None:
         """Put what turns text into tokens beside a saved model, where there is such a thing."""
@@ -145,7 +163,7 @@ class Classification:
 
     def build_model(self) -> PreTrainedModel:
         kind = MGKForSequencePairClassification if self._has_pairs else MGKForSequenceClassification
-        return kind(_model_config(self.config))
+        return kind(build_model_config(self.config))
 
     def training_batches(self, share: Share) -> Batches:
         split, data = self.corpus.splits["train"], self.config.data
@@ -153,7 +171,7 @@ class Classification:
         return Samples(
             sequences=self._sequences(split), labels=split.numbers["labels"], first=split.numbers.get("first"),
             second=split.numbers.get("second"), batch_size=micro_batch(self.config, share.ranks), longest=data.longest,
-            width=data.pad_to, pack=bool(data.pack), by_length=data.by_length, seed=self.config.seed,
+            width=data.pad_to, pack=share.packs(self.config), by_length=data.by_length, seed=self.config.seed,
             multiple_of=share.training_multiple_of(self.config), rank=share.rank, ranks=share.ranks,
         )  # fmt: skip
 
@@ -171,6 +189,11 @@ class Classification:
         return sum(int(batch[name].sum()) for name in ("attention_mask", "pair_attention_mask") if name in batch)
 
     def evaluate(self, model: nn.Module, split: str, share: Share, progress: Progress) -> dict[str, float]:
+        return self.test(model, split, share, progress)[0]
+
+    def test(
+        self, model: nn.Module, split: str, share: Share, progress: Progress
+    ) -> tuple[dict[str, float], dict[str, Any] | None]:
         content = self.corpus.splits[split]
         batches = in_order_of_length(
             self._sequences(content), content.numbers["labels"], self.config.validation.batch_size,
@@ -181,7 +204,8 @@ class Classification:
             model, _limited(batches, self.config, split), device=share.device, precision=share.precision,
             rank=share.rank, ranks=share.ranks, progress=progress,
         )  # fmt: skip
-        return {"accuracy": score.accuracy, "loss": score.loss, "count": float(score.count)}
+        metrics = {"accuracy": score.accuracy, "loss": score.loss, "count": float(score.count)}
+        return metrics, None if score.right is None else pack_items(score.right)
 
     def save_tokenizer(self, folder: Path) -> None:
         pass
@@ -204,7 +228,7 @@ class Language:
 
     def build_model(self) -> PreTrainedModel:
         vocabulary = self.corpus.manifest["facts"].get("vocabulary", 256)
-        return MGKForCausalLM(_model_config(self.config, vocab_size=vocabulary))
+        return MGKForCausalLM(build_model_config(self.config, vocab_size=vocabulary))
 
     def training_batches(self, share: Share) -> Batches:
         # All ranks and micro-batches read the same rows in turn, so the stream has the rows of a micro-batch.
@@ -240,6 +264,11 @@ class Language:
             "count": float(found.tokens),
         }
 
+    def test(
+        self, model: nn.Module, split: str, share: Share, progress: Progress
+    ) -> tuple[dict[str, float], dict[str, Any] | None]:
+        return self.evaluate(model, split, share, progress), None
+
     def save_tokenizer(self, folder: Path) -> None:
         pass
 
@@ -268,7 +297,7 @@ class Translation:
 
     def build_model(self) -> PreTrainedModel:
         return MGKForSeq2SeqLM(
-            _model_config(
+            build_model_config(
                 self.config,
                 vocab_size=self.corpus.manifest["facts"]["vocabulary"],
                 source_vocab_size=None,
@@ -282,7 +311,7 @@ class Translation:
         _check_packing(self.config, share)
         return Translations(
             source=source, target=target, max_tokens=micro_batch(self.config, share.ranks), seed=self.config.seed,
-            multiple_of=share.training_multiple_of(self.config), pack=bool(self.config.data.pack), rank=share.rank,
+            multiple_of=share.training_multiple_of(self.config), pack=share.packs(self.config), rank=share.rank,
             ranks=share.ranks,
         )  # fmt: skip
 
@@ -334,6 +363,11 @@ class Translation:
             found["bleu"] = bleu.score(said, wanted, tokenised=bleu.is_tokenised(self.corpus)).bleu
         return found
 
+    def test(
+        self, model: nn.Module, split: str, share: Share, progress: Progress
+    ) -> tuple[dict[str, float], dict[str, Any] | None]:
+        return self.evaluate(model, split, share, progress), None
+
     def save_tokenizer(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(folder)
 
@@ -383,7 +417,7 @@ class _First:
 
 def _check_packing(config: RunConfig, share: Share) -> None:
     """Where the fused kernels do not take packed sequences, one after the other would be slower than padding."""
-    if config.data.pack and share.device.type == "cuda" and share.precision is None:
+    if share.packs(config) and share.device.type == "cuda" and share.precision is None:
         raise ValueError("data.pack must be false or left out with training.precision=fp32 on a GPU, got true")
 
 
@@ -391,16 +425,3 @@ def _limited(batches: Batches, config: RunConfig, split: str) -> Batches:
     """All batches, but for validation only as many as the configuration says."""
     limit = config.validation.limit
     return batches if limit is None or split != "valid" else _First(batches, limit)
-
-
-def _model_config(config: RunConfig, **of_the_corpus: Any) -> MGKConfig:
-    """The configuration of the model; what the corpus decides gives way to what the recipe says."""
-    try:
-        found = architecture(config.model.architecture, **{**of_the_corpus, **config.model.changes})
-    except StrictDataclassError as error:
-        # It wraps what we or transformers said, and is no ValueError: a sweep would end at a row that cannot be built.
-        raise ValueError(f"model must be one that can be built, got: {error.__cause__ or error}") from error
-    table, longest = found.max_position_embeddings, config.data.longest
-    if found.positions == "learned" and config.task != "translation" and longest > table:
-        raise ValueError(f"data.longest must be at most model.max_position_embeddings={table}, got {longest}")
-    return found

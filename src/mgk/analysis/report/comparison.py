@@ -23,9 +23,10 @@ from mgk.data.errors import DataError
 from mgk.data.kind import Progress, no_progress
 from mgk.data.store import Corpus
 from mgk.nn import PRESETS
-from mgk.training.configuration import RunConfig, differences, to_mapping
+from mgk.training.agreement import free_to_change
+from mgk.training.configuration import differences, to_mapping
 from mgk.training.corpora import open_or_prepare
-from mgk.training.snapshot import FREE_TO_CHANGE
+from mgk.training.resolved_model import with_model_of_record
 
 # Points of a curve that a screen can show.
 MOST_POINTS = 400
@@ -132,7 +133,7 @@ def _group(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """Runs that differ in nothing but their seed, by the name of their row."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(json.dumps(_settings(run.config), sort_keys=True), []).append(run)
+        groups.setdefault(json.dumps(_settings(run), sort_keys=True), []).append(run)
     members = list(groups.values())
     for group in members:
         seeds = [run.config.seed for run in group]
@@ -151,20 +152,21 @@ def _group(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 def _distinct(number: int, names: Sequence[str], members: Sequence[list[Run]]) -> str:
     """A row whose name another one has, too, says what is different about it."""
-    name, own = names[number] or "run", _settings(members[number][0].config)
+    name, own = names[number] or "run", _settings(members[number][0])
     changed: dict[str, Any] = {}
     for other, group in zip(names, members, strict=True):
         if other == names[number] and group is not members[number]:
-            changed |= {key: new for key, (_, new) in differences(_settings(group[0].config), own).items()}
+            changed |= {key: new for key, (_, new) in differences(_settings(group[0]), own).items()}
     return (
         name if not changed else f"{name} ({', '.join(f'{key}={yaml_value(value)}' for key, value in changed.items())})"
     )
 
 
-def _settings(config: RunConfig) -> dict[str, Any]:
-    """What decides the numbers, but for the seed."""
+def _settings(run: Run) -> dict[str, Any]:
+    """What decides the numbers, but for the seed; of the model what it was made with, whatever its name means today."""
+    config = with_model_of_record(run.config, run.result) if run.result else run.config
     kept = {key: value for key, value in to_mapping(config).items() if key != "seed"}
-    for path in FREE_TO_CHANGE:
+    for path in free_to_change(config.task):
         group, _, key = path.partition(".")
         if key:
             kept[group] = {name: value for name, value in kept[group].items() if name != key}

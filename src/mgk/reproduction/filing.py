@@ -1,0 +1,97 @@
+"""Under which recipe a result belongs: its own, another one that it agrees with, or none.
+
+A recipe may change after its runs were made. What was made before is then no result of the recipe of today, and must
+neither count as one nor be lost: it belongs under the bundled recipe which says what was run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import mgk.recipes
+from mgk.training.agreement import recipe_differences, was_packed
+from mgk.training.configuration import RunConfig
+from mgk.training.resolved_model import model_of_record
+
+OTHER = "other"
+"""The folder of results that belong to none of our recipes, though they name one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filing:
+    """Where a result belongs."""
+
+    recipe: str | None
+    """The bundled recipe that it agrees with; ``None``: there is none."""
+    differences: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    """In what it differs from the recipe that it names: by key, what was run and what that recipe has today."""
+
+    @property
+    def reason(self) -> str:
+        """The differences in words."""
+        return ", ".join(
+            f"{key} ({ran!r} where the recipe has {now!r})" for key, (ran, now) in self.differences.items()
+        )
+
+
+def file_result(content: Mapping[str, Any]) -> Filing:
+    """Find the recipe of a result, an evaluation or anything else that has recipe, row, seed and config.
+
+    The recipe that it names comes first. Another one must have its row, so that one run never belongs to two.
+    """
+    name, row, seed = content["recipe"], content["row"], content["seed"]
+    if name not in mgk.recipes.names():
+        return Filing(recipe=None)
+    changed = recipe_differences(content, _config(name, row, seed))
+    if not changed:
+        return Filing(recipe=name)
+    for other in _relatives(name):
+        if row in _recipe(other).rows and not recipe_differences(content, _config(other, row, seed)):
+            return Filing(recipe=other, differences=changed)
+    return Filing(recipe=None, differences=changed)
+
+
+def folder_of(content: Mapping[str, Any]) -> str:
+    """The folder below ``results/`` in which a result is kept, which is the recipe that it belongs to.
+
+    One that belongs to no recipe of the library's, though it names one, is kept apart: there it overwrites nothing.
+    """
+    filed = file_result(content)
+    if filed.recipe is None and content["recipe"] in mgk.recipes.names():
+        return f"{OTHER}/{content['recipe']}"
+    return filed.recipe or str(content["recipe"])
+
+
+def refiled(content: Mapping[str, Any], recipe: str) -> dict[str, Any]:
+    """The same result, evaluation or analysis under the recipe it belongs to, with its model in full.
+
+    What it was called when it ran stays in ``ran_as``.
+    """
+    found = dict(content)
+    if "config" in content:
+        # Kept with it from now on, whatever the architectures become.
+        found |= {"model": model_of_record(content), "packed": was_packed(content)}
+        found["config"] = {**content["config"], "name": recipe}
+    if content["recipe"] != recipe:
+        found |= {"recipe": recipe, "ran_as": content.get("ran_as", content["recipe"])}
+    return found
+
+
+@functools.cache
+def _recipe(name: str) -> mgk.recipes.Recipe:
+    return mgk.recipes.load(name)
+
+
+@functools.cache
+def _config(name: str, row: str, seed: int) -> RunConfig:
+    return _recipe(name).config(row, seed=seed)
+
+
+@functools.cache
+def _relatives(name: str) -> tuple[str, ...]:
+    """The other recipes on the same corpus."""
+    corpora = {each: _recipe(each).values["data"]["corpus"] for each in mgk.recipes.names()}
+    return tuple(each for each, corpus in corpora.items() if each != name and corpus == corpora[name])

@@ -1,0 +1,269 @@
+"""Leaving the plateau of ListOps: how many steps each row takes, as survival curves with tests between them.
+
+Accuracy after a fixed number of steps mixes how fast a model learns with how well: a run that leaves the plateau a step
+after the last one counts as a bad model. Here it counts as one that was watched for so long and had not left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mgk.recipes
+from mgk.reproduction import survival_curves
+from mgk.reproduction.claims import LEVEL, MINIMUM_SEEDS, show_p
+from mgk.reproduction.escape import step_of_escape
+from mgk.reproduction.metrics import metric
+from mgk.reproduction.missing import Need, find_missing
+from mgk.reproduction.page import Grid, Page
+from mgk.reproduction.recipe import bundled
+from mgk.reproduction.results import Results
+from mgk.reproduction.statistics import holm
+from mgk.reproduction.survival import LogRank, Run, log_rank, median
+
+NAME = "plateau"
+THRESHOLD = 0.3
+"""Between the largest class (17 to 19 %) and what the outermost operator gives (36 to 37 %)."""
+MAIN = "lra/listops"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Which kind of attention is said to leave earlier than which, over several numbers of heads."""
+
+    what: str
+    """In words that follow the names of recipes."""
+    pairs: tuple[tuple[str, str], ...]
+    """The row that is said to leave earlier comes first."""
+
+
+def _question(first: str, second: str, factor: int, changes: str = "") -> Question:
+    heads = "equal heads" if factor == 1 else "half the heads"
+    named = f"{second}{changes}"
+    return Question(
+        what=f"{first} leaves earlier than {named}, {heads}",
+        pairs=tuple((f"{first}-{count}", f"{second}-{factor * count}{changes}") for count in (1, 2, 4)),
+    )
+
+
+QUESTIONS = (
+    _question("smgk", "softmax", 1),
+    _question("smgk", "softmax", 2),
+    _question("mgk", "softmax", 1),
+    _question("mgk", "softmax", 2),
+    _question("smgk", "gaussian", 1),
+    _question("smgk", "softmax", 2, "+qk_norm"),
+    _question("smlk", "linear", 1),
+    _question("smlk", "linear", 2),
+    _question("mlk", "linear", 1),
+    _question("mlk", "linear", 2),
+)
+"""Those of a recipe are the ones that its table has rows for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the runs of a recipe say about a question."""
+
+    question: Question
+    tested: Mapping[tuple[str, str], LogRank]
+    """Those pairs of rows that have runs enough."""
+    adjusted: Mapping[tuple[str, str], float]
+    """Their p values, adjusted by Holm over the pairs of the question."""
+    together: LogRank | None
+    """All those pairs at once, each a stratum; ``None`` where no pair has runs enough."""
+    p: float
+    """Of all at once, adjusted by Holm over the questions."""
+
+    @property
+    def outcome(self) -> str:
+        return "not yet enough runs" if self.together is None else _outcome(self.together, self.p)
+
+
+def plateau_page(name: str, results: Results, folder: Path, seeds: int) -> Page:
+    """The page: a section for each recipe of ListOps that has curves, none mixed with another."""
+    pictures: list[Path] = []
+    grids: list[Grid] = []
+    sentences: list[str] = []
+    numbers = 0
+    for recipe in recipes(results):
+        rows = escapes(results, recipe)
+        picture = folder / f"{name}-{recipe.replace('/', '-')}.png"
+        numbers += survival_curves.draw(rows, picture, title=f"{recipe}: runs that are still on the plateau")
+        pictures.append(picture)
+        answers = answer(rows, questions(recipe))
+        sentences.append(sentence(recipe, rows, answers))
+        grids += [_row_grid(recipe, rows), _test_grid(recipe, rows, answers)]
+    wanted = dict.fromkeys(row for question in questions(MAIN) for pair in question.pairs for row in pair)
+    needs = [Need(recipe=MAIN, row=row, metric=metric("mean_valid_accuracy"), seeds=seeds) for row in wanted]
+    return Page(
+        name=name,
+        title="Leaving the plateau of ListOps",
+        text=(_what(), *sentences),
+        grids=tuple(grids),
+        pictures=tuple(pictures),
+        needs=tuple(needs),
+        missing=tuple(find_missing(results, needs, name)),
+        notes=(*NOTES, *results.notes_about(recipes(results) or [MAIN])),
+        numbers=numbers,
+    )
+
+
+def recipes(results: Results) -> list[str]:
+    """Those of the ListOps of the Long Range Arena of which there are finished runs with their curves."""
+    found = []
+    for name in mgk.recipes.names():
+        data = bundled(name).values.get("data", {})
+        # Short lists have no such plateau.
+        if data.get("corpus") == "listops" and not data.get("options") and escapes(results, name):
+            found.append(name)
+    return found
+
+
+def escapes(results: Results, recipe: str) -> dict[str, list[Run]]:
+    """By row: the step at which each run left, or the last at which it was tried and had not. Curves of runs whose
+    result is not here do not count: nobody knows what they were made with."""
+    found: dict[str, list[Run]] = {}
+    for row in results.rows(recipe):
+        curves = {
+            seed: lines for seed, lines in results.curves(recipe, row).items() if seed in results.trained(recipe, row)
+        }
+        for lines in curves.values():
+            tried = [int(line["step"]) for line in lines if line.get("kind") == "valid" and line["step"] > 0]
+            if not tried:
+                continue
+            step = step_of_escape(lines, THRESHOLD)
+            found.setdefault(row, []).append((max(tried), False) if step is None else (step, True))
+    order = bundled(recipe).rows
+    return dict(sorted(found.items(), key=lambda each: order.index(each[0]) if each[0] in order else len(order)))
+
+
+def questions(recipe: str) -> list[Question]:
+    """Those that a recipe has rows for: no table has both softmax and linear attention."""
+    known = set(bundled(recipe).rows)
+    return [question for question in QUESTIONS if any(known >= set(pair) for pair in question.pairs)]
+
+
+def answer(rows: Mapping[str, Sequence[Run]], asked: Sequence[Question]) -> list[Answer]:
+    """Answers to questions. Those that cannot be tested yet count in the adjustment, too: more runs take none back."""
+    strata = [
+        [pair for pair in question.pairs if all(len(rows.get(row, ())) >= MINIMUM_SEEDS for row in pair)]
+        for question in asked
+    ]
+    together = [log_rank([(rows[first], rows[second]) for first, second in own]) if own else None for own in strata]
+    over_questions = holm([1.0 if tested is None else tested.p for tested in together])
+    found = []
+    for question, own, whole, p in zip(asked, strata, together, over_questions, strict=True):
+        tested = {pair: log_rank([(rows[pair[0]], rows[pair[1]])]) for pair in own}
+        over_pairs = holm([tested[pair].p if pair in tested else 1.0 for pair in question.pairs])
+        adjusted = {pair: each for pair, each in zip(question.pairs, over_pairs, strict=True) if pair in tested}
+        found.append(Answer(question=question, tested=tested, adjusted=adjusted, together=whole, p=p))
+    return found
+
+
+def findings(recipe: str, rows: Mapping[str, Sequence[Run]], answers: Sequence[Answer]) -> str:
+    """What holds on a recipe, what does not, and what its runs do not show."""
+    runs = [run for own in rows.values() for run in own]
+    parts = [f"**{recipe}**: {sum(left for _, left in runs)} of {len(runs)} runs left the plateau."]
+    words = {"holds": "It holds that", "does not hold": "It does not hold that", "not shown": "It is not shown that"}
+    for outcome, start in words.items():
+        own = [f"{each.question.what} (p {show_p(each.p)})" for each in answers if each.outcome == outcome]
+        if own:
+            parts.append(f"{start} {'; that '.join(own)}.")
+    return " ".join(parts)
+
+
+def sentence(recipe: str, rows: Mapping[str, Sequence[Run]], answers: Sequence[Answer]) -> str:
+    """Likewise, with the questions that are still open, and the rows whose runs did not all leave."""
+    parts = [findings(recipe, rows, answers)]
+    stayed = {row: sum(not left for _, left in own) for row, own in rows.items()}
+    open_questions = [each.question.what for each in answers if each.outcome == "not yet enough runs"]
+    if open_questions:
+        parts.append(f"Not yet enough runs to say whether {'; or whether '.join(open_questions)}.")
+    never = [f"{count} of {len(rows[row])} of {row}" for row, count in stayed.items() if count]
+    parts.append(f"Still there at their last step: {', '.join(never)}." if never else "No run stayed there.")
+    return " ".join(parts)
+
+
+NOTES = (
+    "A + marks runs that had not left at their last step: they are censored there, not counted as leaving.",
+    "Medians are those of the survival curve, with the interval of Brookmeyer and Crowley; five runs set no upper "
+    "limit.",
+    "Chi-square is that of the log-rank test; p is exact, from all ways of sharing out the runs of a comparison among "
+    "its two rows. All heads together is the test with a stratum for each pair, its p adjusted by Holm over the "
+    "questions; those of single pairs over the pairs of their question.",
+    "Steps are those of validations, so they are known to one interval of validation.",
+)
+
+
+def _what() -> str:
+    return (
+        f"A model of ListOps predicts the largest class first (17 to 19 %), and then, within a few hundred steps, what "
+        f"the outermost operator says (36 to 37 %). A run has left the plateau at the first validation above "
+        f"{100 * THRESHOLD:.0f} %. Each recipe stands for itself: runs of different recipes are never put together."
+    )
+
+
+def _outcome(tested: LogRank, p: float) -> str:
+    if p >= LEVEL:
+        return "not shown"
+    return "holds" if tested.excess > 0 else "does not hold"
+
+
+def _row_grid(recipe: str, rows: Mapping[str, Sequence[Run]]) -> Grid:
+    lines = []
+    for row, runs in rows.items():
+        left = sorted(time for time, happened in runs if happened)
+        half = median(runs)
+        reach = "" if not left else f"{left[0]:,.0f}" if len(left) == 1 else f"{left[0]:,.0f} to {left[-1]:,.0f}"
+        lines.append(
+            (row, str(len(runs)), str(len(left)), _step(half.time), _limits(half.low, half.high), reach)
+        )  # fmt: skip
+    header = ("row", "runs", "left", "median step", "95 % interval", "steps of those that left")
+    return Grid(title=f"{recipe}, by row", header=header, lines=tuple(lines))
+
+
+def _test_grid(recipe: str, rows: Mapping[str, Sequence[Run]], answers: Sequence[Answer]) -> Grid:
+    lines: list[tuple[str, ...]] = []
+    for each in answers:
+        pairs = list(each.tested)
+        for first, second in pairs:
+            found, p = each.tested[first, second], each.adjusted[first, second]
+            left = _left(rows, [(first, second)])
+            lines.append(
+                (f"{first} earlier than {second}", left, *_numbers(found), show_p(p), _outcome(found, p))
+            )  # fmt: skip
+        if each.together is None:
+            lines.append((each.question.what, "", "", "", "", each.outcome))
+        else:
+            lines.append(
+                (
+                    f"**{each.question.what}, all heads together**", _left(rows, pairs), *_numbers(each.together),
+                    show_p(each.p), each.outcome,
+                )
+            )  # fmt: skip
+    header = ("comparison", "runs that left", "chi-square", "p", "p, adjusted", "verdict")
+    return Grid(title=f"{recipe}, log-rank tests", header=header, lines=tuple(lines))
+
+
+def _numbers(found: LogRank) -> tuple[str, str]:
+    return f"{found.chi_square:.2f}", show_p(found.p) + ("" if found.is_exact else " (asymptotic)")
+
+
+def _left(rows: Mapping[str, Sequence[Run]], pairs: Sequence[tuple[str, str]]) -> str:
+    sides = []
+    for side in (0, 1):
+        runs = [run for pair in pairs for run in rows[pair[side]]]
+        sides.append(f"{sum(left for _, left in runs)} of {len(runs)}")
+    return " against ".join(sides)
+
+
+def _step(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}"
+
+
+def _limits(low: float | None, high: float | None) -> str:
+    if low is None:
+        return ""
+    return f"from {_step(low)} on" if high is None else f"{_step(low)} to {_step(high)}"

@@ -1,0 +1,182 @@
+"""The results in the README: one line for each recipe that has any, and what does not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import mgk.recipes
+from mgk.reproduction import plateau
+from mgk.reproduction.metrics import Metric, metric
+from mgk.reproduction.page import Grid, Page, by_sentence, markdown_table, summary
+from mgk.reproduction.recipe import bundled
+from mgk.reproduction.results import Results
+from mgk.reproduction.statistics import mean, standard_error, t_quantile
+from mgk.reproduction.survival_curves import split_row
+from mgk.reproduction.tables import OURS, show
+
+BEGIN = "<!-- results: written by `mgk reproduce all` from results/, do not edit up to the end of results -->"
+END = "<!-- end of results -->"
+PAGES = "docs/results"
+"""Where the pages are, seen from the README."""
+
+_METRICS = {
+    "classification": "test_accuracy", "pairs": "test_accuracy", "language": "test_perplexity",
+    "translation": "test_bleu",
+}  # fmt: skip
+_COLUMNS = {
+    "all heads": (("softmax", ""), ("linear", "")),
+    "all heads, q and k normalised": (("softmax", "+qk_norm"),),
+    "half the heads, one Gaussian": (("gaussian", ""),),
+    "half the heads, shifted keys": (("smgk", ""), ("smlk", "")),
+    "half the heads, projected keys": (("mgk", ""), ("mlk", "")),
+}
+"""Kinds of attention that stand in a column, with what is changed in them."""
+
+
+def fill(path: Path, text: str) -> bool:
+    """Put the results where the README has room for them; whether it has."""
+    content = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if BEGIN not in content:
+        return False
+    before, rest = content.split(BEGIN, 1)
+    if END not in rest:
+        raise ValueError(f"{path} must say where its results end, got no {END}")
+    path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
+    return True
+
+
+def results_text(pages: Sequence[Page], results: Results) -> str:
+    """What stands between the marks.
+
+    Args:
+        pages: all of them.
+        results: what they were made of.
+    """
+    parts = [
+        f"Every table and figure of the paper, made again, with verdicts on its claims: [all pages]({PAGES}/README.md)."
+        " Of each recipe with results, as many heads as its runs allow to compare; mean ± standard error over seeds, "
+        "and the paper's number where it has one."
+    ]
+    lines = [line for recipe in mgk.recipes.names() if (line := _line(recipe, results)) is not None]
+    header = ("recipe", "test", *_COLUMNS)
+    if lines:
+        shown = [place for place in range(len(header)) if any(line[place] for line in lines)]
+        kept = tuple(tuple(line[place] for place in shown) for line in lines)
+        parts.append(markdown_table(Grid(title="", header=tuple(header[place] for place in shown), lines=kept)))
+    else:
+        parts.append("There are no results yet.")
+    parts += _sentences(pages, results)
+    return "\n\n".join(parts)
+
+
+def _line(recipe: str, results: Results) -> tuple[str, ...] | None:
+    """The rows of a recipe at the number of heads that fills most cells, of several the largest."""
+    loaded = bundled(recipe)
+    shown = metric(OURS.get(recipe, _METRICS[str(loaded.values.get("task"))]))
+    rows = [row for row in results.rows(recipe) if results.values(recipe, row, shown)]
+    if not rows:
+        return None
+    choices = {heads if split_row(row)[0] in _BASELINES else 2 * heads for row in rows for heads in [split_row(row)[1]]}
+    best = max(choices, key=lambda heads: (len(_cells(recipe, heads, rows)), heads))
+    cells = _cells(recipe, best, rows)
+    if not cells:
+        return None
+    return (
+        recipe,
+        shown.title.removeprefix("test "),
+        *(_cell(recipe, cells[column], shown, results) if column in cells else "" for column in _COLUMNS),
+    )
+
+
+_BASELINES = ("softmax", "linear", "softmax+qk_norm")
+
+
+def _cells(recipe: str, heads: int, rows: Sequence[str]) -> dict[str, str]:
+    """By column, the row that stands in it where a baseline has so many heads."""
+    found: dict[str, str] = {}
+    for column, kinds in _COLUMNS.items():
+        count = heads if column.startswith("all heads") else heads // 2
+        wanted = [f"{kind}-{count}{changes}" for kind, changes in kinds]
+        # Of translation the paper has other variances.
+        wanted += [f"{row}+variance_scale=1,3" for row in wanted if "mgk" in row]
+        there = [row for row in wanted if row in rows]
+        if there:
+            found[column] = there[0]
+    return found if heads % 2 == 0 or any(column.startswith("all heads") for column in found) else {}
+
+
+def _cell(recipe: str, row: str, shown: Metric, results: Results) -> str:
+    values = list(results.values(recipe, row, shown).values())
+    published = _published(recipe, row, shown)
+    beside = "" if published is None else f"; paper {published:.{shown.decimals}f}"
+    return f"{row}: {show(values, shown.decimals).removesuffix(')')}{beside})"
+
+
+def _published(recipe: str, row: str, shown: Metric) -> float | None:
+    """The paper's number; of a variant that of what it is a variant of: lra/listops-dropout-0 of lra/listops."""
+    names = [name for name in mgk.recipes.names() if f"{recipe}-".startswith(f"{name}-")]
+    for name in sorted(names, key=len, reverse=True):
+        found = mgk.recipes.published(name, row).get(shown.name)
+        if found is not None:
+            return found
+    return None
+
+
+def _sentences(pages: Sequence[Page], results: Results) -> list[str]:
+    outcomes: dict[str, list[str]] = {}
+    refuted: dict[str, list[str]] = {}
+    for page in pages:
+        found = [(what, summary(verdicts)) for (what, _), verdicts in by_sentence(page.verdicts).items()]
+        found += [(what, "holds" if holds else "does not hold") for what, holds, _ in page.statements]
+        for what, outcome in found:
+            outcomes.setdefault(outcome, []).append(what)
+            if outcome == "does not hold":
+                refuted.setdefault(what.removesuffix("."), []).append(f"[{page.name}]({PAGES}/{page.name}.md)")
+    counts = {
+        "hold": len(outcomes.get("holds", [])) + len(outcomes.get("holds where its corpus can be had", [])),
+        "do not hold": len(outcomes.get("does not hold", [])),
+        "are not shown either way": len(outcomes.get("not shown", [])),
+        "wait for runs": len(outcomes.get("not yet enough seeds", [])) + len(outcomes.get("not yet measured", [])),
+        "cannot be judged, since their corpus is not to be had": len(outcomes.get("corpus not to be had", [])),
+    }
+    told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    parts = [f"Of the sentences of the paper, and questions of ours, that these pages test, {told}."]
+    listed = [f"“{what}” ({', '.join(dict.fromkeys(links))})" for what, links in refuted.items()]
+    parts.append(
+        f"**What does not hold:** {'; '.join(listed)}." if listed else "Nothing that was tested has been refuted."
+    )
+    missed = _missed(results)
+    if missed:
+        parts.append(
+            "**Not the paper's number** (outside of the 95 % interval of our seeds, and further away than the margin "
+            f"of the metric): {'; '.join(missed)}."
+        )
+    chosen = plateau.recipes(results)
+    if chosen:
+        # The recipe itself where it has runs, or else the variant that has most.
+        runs = {recipe: sum(map(len, plateau.escapes(results, recipe).values())) for recipe in chosen}
+        recipe = plateau.MAIN if plateau.MAIN in runs else max(runs, key=lambda name: runs[name])
+        rows = plateau.escapes(results, recipe)
+        said = plateau.findings(recipe, rows, plateau.answer(rows, plateau.questions(recipe)))
+        parts.append(f"How fast a model gets there ([{plateau.NAME}]({PAGES}/{plateau.NAME}.md)): {said}")
+    return parts
+
+
+def _missed(results: Results) -> list[str]:
+    """Rows whose number is surely not the paper's."""
+    found = []
+    for recipe in mgk.recipes.names():
+        shown = metric(OURS.get(recipe, _METRICS[str(bundled(recipe).values.get("task"))]))
+        own = []
+        for row in results.rows(recipe):
+            values = list(results.values(recipe, row, shown).values())
+            published, error = _published(recipe, row, shown), standard_error(values)
+            if published is None or error is None or len(values) < 3:
+                continue
+            away = abs(mean(values) - published)
+            if away > max(shown.margin, t_quantile(0.975, len(values) - 1) * error):
+                own.append(f"{row} {mean(values):.{shown.decimals}f} ({published:.{shown.decimals}f})")
+        if own:
+            found.append(f"{recipe} {', '.join(own)}")
+    return found

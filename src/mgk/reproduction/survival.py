@@ -1,0 +1,194 @@
+"""How long until something happens, where some runs end before it does: survival curves, and the test between them.
+
+A run is a pair: how long it was watched, and whether it happened then (otherwise the run is censored: all that is known
+is that it had not happened by that time).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mgk.reproduction.statistics import t_quantile
+
+Run = tuple[float, bool]
+"""How long, and whether it happened then."""
+MOST_SUBSETS = 200_000
+"""More ways than this to share out the runs of a stratum are not counted one by one."""
+MOST_SUMS = 2_000_000
+_ROUNDED = 9
+"""Decimals to which sums of scores are told apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A step of a survival curve."""
+
+    time: float
+    at_risk: int
+    """Runs that were watched until then."""
+    events: int
+    survival: float
+    """The share to which it has not happened, from this time on."""
+    error: float
+    """Standard error of that share, by Greenwood's formula."""
+
+    def interval(self, level: float = 0.95) -> tuple[float, float]:
+        """Of the share, by the logarithm of minus its logarithm, which keeps it between 0 and 1."""
+        if self.survival in (0.0, 1.0):
+            return self.survival, self.survival
+        spread = t_quantile((1 + level) / 2, math.inf) * self.error / (self.survival * abs(math.log(self.survival)))
+        return self.survival ** math.exp(spread), self.survival ** math.exp(-spread)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Median:
+    """The time by which it has happened to half of all."""
+
+    time: float | None
+    """``None``: it has not happened to half of them."""
+    low: float | None
+    high: float | None
+    """Of the 95 % confidence interval, by Brookmeyer and Crowley; ``None``: the runs set no such limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogRank:
+    """The log-rank test between two groups, over one or more strata."""
+
+    excess: float
+    """How many more events the first group has than it would with the hazard of both: above 0 where it is faster."""
+    variance: float
+    chi_square: float
+    p: float
+    """Two-sided."""
+    is_exact: bool
+    """Whether p counts all ways of sharing out the runs; otherwise it is that of chi-square with one degree."""
+
+
+def kaplan_meier(runs: Sequence[Run]) -> list[Point]:
+    """The survival curve, a point for each time at which it happened to some run."""
+    _check(runs)
+    points: list[Point] = []
+    survival, greenwood = 1.0, 0.0
+    for time in sorted({time for time, happened in runs if happened}):
+        at_risk = sum(other >= time for other, _ in runs)
+        events = sum(other == time and happened for other, happened in runs)
+        survival *= 1 - events / at_risk
+        greenwood += events / (at_risk * (at_risk - events)) if at_risk > events else 0.0
+        error = survival * math.sqrt(greenwood)
+        points.append(Point(time=time, at_risk=at_risk, events=events, survival=survival, error=error))
+    return points
+
+
+def median(runs: Sequence[Run]) -> Median:
+    """The median and its confidence interval: the times at which a half is inside of the curve's own interval."""
+    points = kaplan_meier(runs)
+    # A curve that has come down to 0 has no interval there, and sets no upper limit.
+    inner = [point for point in points if point.survival > 0]
+    return Median(
+        time=next((point.time for point in points if point.survival <= 0.5), None),
+        low=next((point.time for point in points if point.interval()[0] <= 0.5), None),
+        high=next((point.time for point in inner if point.interval()[1] <= 0.5), None),
+    )
+
+
+def log_rank(strata: Sequence[tuple[Sequence[Run], Sequence[Run]]]) -> LogRank:
+    """Test whether it happens to two groups equally fast, in every stratum.
+
+    The statistic is Mantel's: observed less expected events of the first group, summed over strata, over the root of
+    its hypergeometric variance. With few runs its p value is not that of chi-square, so all ways of sharing out the
+    runs of each stratum are counted instead, where there are not too many.
+
+    Args:
+        strata: the runs of the first group and of the second, one pair for each stratum.
+    """
+    excess = variance = 0.0
+    scores: list[tuple[NDArray[np.float64], int]] = []
+    for first, second in strata:
+        _check(first)
+        _check(second)
+        own_excess, own_variance = _mantel(first, second)
+        excess += own_excess
+        variance += own_variance
+        scores.append((_scores([*first, *second]), len(first)))
+    if not scores:
+        raise ValueError("a log-rank test needs at least one stratum, got none")
+    if variance == 0:
+        return LogRank(excess=excess, variance=0.0, chi_square=0.0, p=1.0, is_exact=True)
+    chi_square = excess**2 / variance
+    exact = _permutation_p(scores, abs(excess))
+    p = math.erfc(math.sqrt(chi_square / 2)) if exact is None else exact
+    return LogRank(excess=excess, variance=variance, chi_square=chi_square, p=p, is_exact=exact is not None)
+
+
+def _check(runs: Sequence[Run]) -> None:
+    if not runs:
+        raise ValueError("a survival curve needs at least one run, got none")
+    if any(not time > 0 or math.isinf(time) for time, _ in runs):
+        raise ValueError(f"a run must last for a finite time above 0, got {[time for time, _ in runs]}")
+
+
+def _mantel(first: Sequence[Run], second: Sequence[Run]) -> tuple[float, float]:
+    """Observed less expected events of the first group, and the variance of that."""
+    excess = variance = 0.0
+    for time in sorted({time for time, happened in (*first, *second) if happened}):
+        own, other = (sum(each >= time for each, _ in group) for group in (first, second))
+        events, own_events = (
+            sum(each == time and happened for each, happened in group) for group in ((*first, *second), first)
+        )
+        total = own + other
+        excess += own_events - events * own / total
+        if total > 1:
+            variance += events * own * other * (total - events) / (total**2 * (total - 1))
+    return excess, variance
+
+
+def _scores(runs: Sequence[Run]) -> NDArray[np.float64]:
+    """What each run adds to the excess of its group: 1 if it happened, less the hazard of all up to then. The excess
+    is their sum, so sharing out the runs anew is taking another sum."""
+    found = []
+    for time, happened in runs:
+        hazard = 0.0
+        for when in {when for when, event in runs if event and when <= time}:
+            events = sum(other == when and event for other, event in runs)
+            hazard += events / sum(other >= when for other, _ in runs)
+        found.append(happened - hazard)
+    return np.array(found)
+
+
+def _permutation_p(scores: Sequence[tuple[NDArray[np.float64], int]], observed: float) -> float | None:
+    """How often sharing out the runs of each stratum at random gives an excess at least as far from 0; ``None`` where
+    there are too many ways."""
+    distributions = []
+    for values, size in scores:
+        if math.comb(len(values), size) > MOST_SUBSETS:
+            return None
+        sums = values[np.array(list(itertools.combinations(range(len(values)), size)))].sum(axis=1)
+        distributions.append(_merge(sums, np.full(len(sums), 1 / len(sums))))
+    *others, last = sorted(distributions, key=lambda each: len(each[0]))
+    sums, shares = np.zeros(1), np.ones(1)
+    for values, weights in others:
+        if len(sums) * len(values) > MOST_SUMS:
+            return None
+        sums, shares = _merge(np.add.outer(sums, values).ravel(), np.multiply.outer(shares, weights).ravel())
+    # The last one is not multiplied out: of each of its values only how often the rest goes far enough counts.
+    below = np.concatenate([[0.0], np.cumsum(shares)])
+    limit = observed - 10.0 ** (2 - _ROUNDED)
+    above = below[-1] - below[np.searchsorted(sums, limit - last[0], side="left")]
+    under = below[np.searchsorted(sums, -limit - last[0], side="right")]
+    return float(min(1.0, ((above + under) * last[1]).sum()))
+
+
+def _merge(
+    values: NDArray[np.float64], weights: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The values that differ, in order, each with the weight of all that are equal to it."""
+    unique, places = np.unique(np.round(values, _ROUNDED), return_inverse=True)
+    totals: NDArray[np.float64] = np.bincount(places.ravel(), weights=weights).astype(np.float64)
+    return unique, totals

@@ -1,0 +1,120 @@
+"""The configuration of a run's model in full: what a result keeps of it, and what older results left out.
+
+A run names an architecture, and what a name stands for may change. So every result and every checkpoint holds the whole
+configuration of the model that was built, and that is what is compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+
+from mgk.models import MGKConfig, architecture
+from mgk.models.architectures import ARCHITECTURES
+from mgk.training.configuration import ModelConfig, RunConfig, differences, from_mapping
+
+# What a name stood for when results did not hold the model yet (format 1, up to commit 9f406f4), where it was something
+# else than today. Add to it only what such a result was made with.
+FORMER_ARCHITECTURES: dict[str, dict[str, Any]] = {
+    name: {"activation_dropout": 0.0} for name in ("lra-listops", "lra-text", "lra-retrieval")
+}
+
+# What the corpus decides, whose fingerprint is compared instead; a recipe is read without its corpus.
+_OF_THE_CORPUS: dict[str, frozenset[str]] = {
+    "language": frozenset({"vocab_size", "is_decoder"}),
+    "translation": frozenset(
+        {
+            "vocab_size", "source_vocab_size", "tokenizer_sha256", "source_tokenizer_sha256", "pad_token_id",
+            "bos_token_id", "eos_token_id", "decoder_start_token_id",
+        }
+    ),
+}  # fmt: skip
+
+# Fields of ours that decide no number, and those of transformers that do.
+_NO_NUMBER = {"use_cache"}
+_OF_TRANSFORMERS = ("num_labels", "problem_type", "is_encoder_decoder", "rope_parameters")
+
+
+def build_model_config(config: RunConfig, **of_the_corpus: Any) -> MGKConfig:
+    """The configuration of the model; what the corpus decides gives way to what the recipe says."""
+    return _build(config, of_the_corpus, {})
+
+
+def describe_model(model: MGKConfig) -> dict[str, Any]:
+    """Every field that decides a number, as JSON holds it; not who wrote it, or what its labels are called."""
+    own = {field.name for field in dataclasses.fields(model)} & MGKConfig.__annotations__.keys()
+    values = model.to_dict()
+    found = {name: values.get(name) for name in (own - _NO_NUMBER) | {*_OF_TRANSFORMERS}}
+    return {**found, "num_labels": model.num_labels}
+
+
+def resolve_model(config: RunConfig) -> dict[str, Any]:
+    """What a run with this configuration would build today, as far as that is known without its corpus."""
+    return _described(config, {})
+
+
+def model_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The model that a result, an evaluation or a checkpoint was made with.
+
+    A field that is newer than the record counts as its default. One without a model is resolved as the architectures
+    were when records had none.
+    """
+    if "model" in record:
+        if not isinstance(record["model"], Mapping):
+            raise ValueError(f"the model of a run must be a mapping, got {record['model']!r}")
+        return {**_defaults(), **record["model"]}
+    config = from_mapping(RunConfig, record["config"])
+    return _described(config, FORMER_ARCHITECTURES.get(config.model.architecture, {}))
+
+
+def model_differences(before: Mapping[str, Any], now: Mapping[str, Any], task: str) -> dict[str, tuple[Any, Any]]:
+    """The fields of two described models that differ, with both values; what the corpus decides is left out."""
+    ignored = _OF_THE_CORPUS.get(task, frozenset())
+    return {name: values for name, values in differences(before, now).items() if name not in ignored}
+
+
+def with_model_of_record(config: RunConfig, record: Mapping[str, Any]) -> RunConfig:
+    """The same run with the model that it had, where its architecture's name stands for another one today.
+
+    What the configuration itself says is not touched.
+    """
+    then, today = model_of_record(record), resolve_model(config)
+    names = {name.partition(".")[0] for name in model_differences(then, today, config.task)} - {*config.model.changes}
+    if not names:
+        return config
+    changes = {**config.model.changes, **{name: then.get(name) for name in names}}
+    return dataclasses.replace(config, model=ModelConfig(architecture=config.model.architecture, changes=changes))
+
+
+@functools.cache
+def _defaults() -> Mapping[str, Any]:
+    return describe_model(MGKConfig())
+
+
+# To build a configuration takes milliseconds, and the results of one row all ask for the same one.
+_KNOWN: dict[str, dict[str, Any]] = {}
+
+
+def _described(config: RunConfig, former: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {**ARCHITECTURES.get(config.model.architecture, {}), **former, **config.model.changes}
+    key = json.dumps([config.model.architecture, fields, config.task, config.data.longest], sort_keys=True)
+    if key not in _KNOWN:
+        _KNOWN[key] = describe_model(_build(config, {}, former))
+    return dict(_KNOWN[key])
+
+
+def _build(config: RunConfig, of_the_corpus: Mapping[str, Any], former: Mapping[str, Any]) -> MGKConfig:
+    try:
+        found = architecture(config.model.architecture, **{**former, **of_the_corpus, **config.model.changes})
+    except StrictDataclassError as error:
+        # It wraps what we or transformers said, and is no ValueError: a sweep would end at a row that cannot be built.
+        raise ValueError(f"model must be one that can be built, got: {error.__cause__ or error}") from error
+    table, longest = found.max_position_embeddings, config.data.longest
+    if found.positions == "learned" and config.task != "translation" and longest > table:
+        raise ValueError(f"data.longest must be at most model.max_position_embeddings={table}, got {longest}")
+    return found
