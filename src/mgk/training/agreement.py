@@ -38,8 +38,8 @@ def record_of(config: RunConfig) -> dict[str, Any]:
 def run_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Every key in which a record and one of today differ that may change a number, with both values.
 
-    A key that is newer than the record counts as its default. The models are compared as they were built, so it makes no
-    difference whether a value came from the architecture, the recipe or the command line.
+    A key that is newer than the record counts as its default. The models are compared as they were built, so it makes
+    no difference whether a value came from the architecture, the recipe or the command line.
     """
     old, new = to_mapping(from_mapping(RunConfig, dict(before["config"]))), now["config"]
     free = free_to_change(new["task"])
