@@ -118,6 +118,7 @@ def test_what_lies_beside_a_run_goes_with_it(tmp_path):
     assert found.values(VARIANT, "softmax-2", ACCURACY) == {0: 30.0}
     assert list(found.curves(VARIANT, "softmax-2")) == [0]
     assert list(found.analysis(VARIANT, "softmax-2")) == [0]
+    assert found.picture(VARIANT, "softmax-2", "keys.png") is not None
     assert list(found.evaluations) == [((VARIANT, "softmax-2", 0), "test")]
     # A run of today under that name takes its place, and its curves are its own.
     collect(tmp_path, tmp_path / "kept")

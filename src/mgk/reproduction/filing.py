@@ -6,6 +6,7 @@ neither count as one nor be lost: it belongs under the bundled recipe which says
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -86,8 +87,12 @@ def _recipe(name: str) -> mgk.recipes.Recipe:
 
 
 @functools.cache
+def _row_config(name: str, row: str) -> RunConfig:
+    return _recipe(name).config(row)
+
+
 def _config(name: str, row: str, seed: int) -> RunConfig:
-    return _recipe(name).config(row, seed=seed)
+    return dataclasses.replace(_row_config(name, row), seed=seed)
 
 
 @functools.cache

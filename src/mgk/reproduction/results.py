@@ -57,6 +57,8 @@ class Results:
     """Those of ``mgk evaluate``, by run and split."""
     analyses: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Those of ``mgk analyze``, by the name of the run."""
+    pictures: Mapping[str, Path] = field(default_factory=dict)
+    """The folders with the pictures beside them."""
     trainings: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Measurements during training, by the name of the run."""
     measurements: Mapping[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
@@ -126,7 +128,7 @@ class Results:
     def picture(self, recipe: str, row: str, name: str) -> Path | None:
         """A picture that ``mgk analyze`` drew of a row: that of the first seed which has one."""
         for seed in self.analysis(recipe, row):
-            path = self.folder / ANALYSIS / run_name(recipe, row, seed) / name
+            path = self.pictures[run_name(recipe, row, seed)] / name
             if path.is_file():
                 return path
         return None
@@ -204,6 +206,7 @@ def read_results(folder: Path) -> Results:
         runs=runs,
         evaluations=evaluations,
         analyses=_renamed(analyses, names),
+        pictures=_renamed({name: folder / ANALYSIS / name for name in analyses}, names),
         trainings={name: _read_curve(path) for name, path in _renamed(curves, names).items()},
         measurements=measurements,
         right=_read_items(runs, evaluations),

@@ -36,12 +36,12 @@ def record_of(config: RunConfig) -> dict[str, Any]:
 
 
 def run_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Every key in which two records differ that may change a number, with both values.
+    """Every key in which a record and one of today differ that may change a number, with both values.
 
-    The models are compared as they were built, so it makes no difference whether a value came from the architecture,
-    the recipe or the command line.
+    A key that is newer than the record counts as its default. The models are compared as they were built, so it makes
+    no difference whether a value came from the architecture, the recipe or the command line.
     """
-    old, new = (to_mapping(from_mapping(RunConfig, dict(record["config"]))) for record in (before, now))
+    old, new = to_mapping(from_mapping(RunConfig, dict(before["config"]))), now["config"]
     free = free_to_change(new["task"])
     found = {
         key: values
@@ -62,7 +62,7 @@ def recipe_differences(record: Mapping[str, Any], config: RunConfig) -> dict[str
     if config.task in _ONLY_LAID_OUT and config.data.pack is not None and was_packed(record) != config.data.pack:
         found["data.pack"] = (was_packed(record), config.data.pack)
     wanted = config.training.precision
-    asked = from_mapping(RunConfig, dict(record["config"])).training.precision
+    asked = record["config"]["training"].get("precision", "auto")
     got = record.get("precision")
     if got is not None and asked != wanted and got not in _precisions(wanted, record):
         found["training.precision"] = (asked if asked != "auto" else got, wanted)

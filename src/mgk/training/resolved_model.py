@@ -24,7 +24,8 @@ FORMER_ARCHITECTURES: dict[str, dict[str, Any]] = {
     name: {"activation_dropout": 0.0} for name in ("lra-listops", "lra-text", "lra-retrieval")
 }
 
-# What the corpus decides, whose fingerprint is compared instead; a recipe is read without its corpus.
+# What the corpus decides, whose fingerprint is compared instead, or the kind of the model, which is that of the task: a
+# recipe is read without either.
 _OF_THE_CORPUS: dict[str, frozenset[str]] = {
     "language": frozenset({"vocab_size", "is_decoder"}),
     "translation": frozenset(
