@@ -22,6 +22,12 @@ NOT_APPLICABLE = (
     ),
     NotApplicable("test_generate_compilation_all_outputs", NO_WEIGHTS_OF_THE_PAST, ("decoder", "seq2seq"), ("mlk",)),
     NotApplicable(
+        "test_assisted_decoding",
+        "tries tokens and takes them back, which a state cannot do: linear attention refuses it",
+        ("decoder", "seq2seq"),
+        ("mlk",),
+    ),
+    NotApplicable(
         "test_custom_4d_attention_mask",
         "hides single pairs, which linear attention never forms: it refuses such a mask",
         ("decoder",),
