@@ -64,7 +64,8 @@ class GenerationTesterMixin:
         pass
 
     def test_assisted_decoding_sample(self):
-        assert self.model_tester.preset != "mlk"
+        if self.model_tester.preset == "mlk":
+            raise ValueError("the assistant must be able to take tokens back")
 """,
     "tests/causal_lm_tester.py": """
 from .generation.test_utils import GenerationTesterMixin
@@ -143,11 +144,17 @@ def test_when_the_suite_is_content(suite):
         ("decoder_mlk", "test_assisted_decoding_sample"): "failed",
         ("decoder_mlk", "test_flash"): "skipped",
     }
-    outcomes.reasons = dict.fromkeys(outcomes.of_test, "no GPU")
+    refusal = "ValueError: the assistant must be able to take tokens back, got a stateful model"
+    outcomes.reasons = dict(zip(outcomes.of_test, ("", refusal, "no GPU"), strict=True))
     text, is_fine = suite.summary(outcomes)
     assert is_fine
     assert "1 x no GPU" in text
     assert "1 x test_assisted_decoding_sample: tries tokens and takes them back" in text
+    outcomes.reasons["decoder_mlk", "test_assisted_decoding_sample"] = "ImportError: no such module"
+    text, is_fine = suite.summary(outcomes)
+    assert not is_fine, "another error than the one that is known"
+    assert "FAILED decoder_mlk test_assisted_decoding_sample: ImportError" in text
+    outcomes.reasons["decoder_mlk", "test_assisted_decoding_sample"] = refusal
     outcomes.broken.append("models.py: ImportError")
     assert not suite.summary(outcomes)[1]
     assert not suite.summary(suite.Outcomes())[1], "nothing was run"

@@ -4,7 +4,7 @@
 
 CHECKOUT is a checkout of transformers near the installed version, of which only the folder ``tests`` is used: the
 models run on the transformers that is installed. Nothing is fetched. The exit status is 1 where a test fails that
-``not_applicable.py`` does not name, and where one that it names does not fail.
+``not_applicable.py`` does not name, and where one that it names does not fail, or fails with another error.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class Outcomes:
 
 
 def _reason(report: Any) -> str:
-    """The last line of what went wrong, or why a test was skipped."""
+    """The first line of what went wrong, or why a test was skipped."""
     if report.passed:
         return ""
     if isinstance(report.longrepr, tuple):
@@ -56,18 +56,18 @@ def _reason(report: Any) -> str:
 
 def summary(outcomes: Outcomes) -> tuple[str, bool]:
     """What to print, and whether all is as ``not_applicable.py`` says."""
-    from not_applicable import reason_for
+    from not_applicable import entry_for
 
     counts: dict[str, Counter[str]] = {}
     lines: dict[str, Counter[str]] = {"not applicable": Counter(), "skipped by transformers": Counter()}
     unexpected: list[str] = []
     for (group, test), outcome in sorted(outcomes.of_test.items()):
-        reason = reason_for(test, *group.split("_", 1))
+        entry = entry_for(test, *group.split("_", 1))
         detail = outcomes.reasons[group, test]
-        if reason is not None and outcome == "failed":
+        if entry is not None and outcome == "failed" and any(message in detail for message in entry.messages):
             outcome = "not applicable"
-            lines[outcome][f"{test}: {reason}"] += 1
-        elif reason is not None:
+            lines[outcome][f"{test}: {entry.reason}"] += 1
+        elif entry is not None and outcome != "failed":
             outcome = "stale"
             unexpected.append(f"STALE {group} {test}: named in not_applicable.py, and {outcomes.of_test[group, test]}")
         elif outcome == "failed":
