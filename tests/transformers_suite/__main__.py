@@ -15,6 +15,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from not_applicable import entry_for
+
 HERE = Path(__file__).resolve().parent
 PRESETS = ("softmax", "smgk", "mgk", "mlk")
 MODELS = ("decoder", "encoder", "seq2seq")
@@ -56,8 +58,6 @@ def _reason(report: Any) -> str:
 
 def summary(outcomes: Outcomes) -> tuple[str, bool]:
     """What to print, and whether all is as ``not_applicable.py`` says."""
-    from not_applicable import entry_for
-
     counts: dict[str, Counter[str]] = {}
     lines: dict[str, Counter[str]] = {"not applicable": Counter(), "skipped by transformers": Counter()}
     unexpected: list[str] = []
