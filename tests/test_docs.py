@@ -96,6 +96,24 @@ def test_every_statement_has_its_proof():
         assert statement.endswith(")\n"), statement
 
 
+def test_what_works_with_what_has_its_test_and_version():
+    """A line of docs/compatibility.md without a test would be a promise."""
+    page = DOCS / "compatibility.md"
+    rows = table_rows(page)
+    assert len(rows) > 20
+    for row in rows:
+        line = " | ".join(row)
+        assert re.search(r"\[`test_\w+`\]\(\.\./tests/[\w/]+\.py\)", line) or "tests/transformers_suite" in line, line
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    pinned["PyTorch"], pinned["PEFT"], pinned["lm-eval"] = pinned["torch"], pinned["peft"], pinned["lm_eval"]
+    text = page.read_text()
+    named = re.findall(r"^## ([\w-]+) \(([\d.]+)\)$", text, re.MULTILINE)
+    named += re.findall(r"^\| ([\w-]+)[^|]*\| (\d[\d.]+) \|", text, re.MULTILINE)
+    assert {name for name, _ in named} >= {"PyTorch", "transformers", "accelerate", "PEFT", "torchao", "lm-eval"}
+    for name, version in named:
+        assert pinned[name] == version, name
+
+
 def load_costs():
     spec = importlib.util.spec_from_file_location("variant_costs", ROOT / "benchmarks" / "variant_costs.py")
     module = importlib.util.module_from_spec(spec)

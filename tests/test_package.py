@@ -81,6 +81,7 @@ COMMANDS = {
     r"python benchmarks/instructions\.py .*": "test_instructions_of_a_pair_are_counted",
     r"python benchmarks/tiles\.py .*": "test_tiles_are_timed",
     r"python benchmarks/compile_ahead\.py": "test_kernels_are_compiled_ahead",
+    r"python tests/transformers_suite .*": "test_the_suite_of_a_small_checkout",
     r"mgk generate .*": "test_language_model_example_learns",
     r"mgk demo( .*)?": "test_a_short_demo",
     r"mgk recipes( \S+)?": "test_recipes",

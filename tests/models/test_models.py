@@ -131,6 +131,21 @@ def test_attentions_are_the_weights(attention):
         assert isinstance(layer, mgk.MixtureAttention)
 
 
+@every_preset
+@pytest.mark.parametrize("kind", ["modern", "classifier"])
+def test_attentions_have_a_gradient(kind, attention):
+    """The output is computed from the weights that are shown, so that a loss reaches them."""
+    model, inputs = make_model(kind, attention, num_key_value_heads=2), make_inputs(kind, padding_side="right")
+    out = model(**inputs, output_attentions=True)
+    torch.testing.assert_close(out.logits, model(**inputs).logits, **CLOSE)
+    for weights in out.attentions:
+        weights.retain_grad()
+    out.logits.square().sum().backward()
+    assert all(weights.grad.abs().max() > 0 for weights in out.attentions)
+    half = make_model(kind, attention, dtype=torch.bfloat16)(**inputs, output_attentions=True)
+    assert half.logits.dtype == torch.bfloat16
+
+
 def test_attentions_of_translation():
     model = make_model("translation")
     inputs = make_inputs("translation", padding_side="right")

@@ -123,7 +123,11 @@ class MGKAttention(MixtureAttention):
         }  # fmt: skip
         out, state = linear_mixture_step(query, keys, value, state=held.state, backend=self.backend, **options)
         held.take(state, query.shape[2])
-        weights = linear_mixture_weights(query, keys, **options) if output_attentions else None
+        weights = None
+        if output_attentions:
+            weights = linear_mixture_weights(query, keys, **options)
+            out = weights @ value.to(weights.dtype).repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
+            out = out.to(query.dtype)
         return self.out_proj(out.transpose(1, 2).flatten(2)), weights
 
     def _new_keys(self, hidden_states: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:

@@ -94,6 +94,11 @@ class MGKPreTrainedModel(PreTrainedModel):
         """transformers asks here what to make of ``attn_implementation``."""
         if requested_attention is None:
             return "sdpa"
+        if requested_attention.startswith("paged|"):
+            raise ValueError(
+                "continuous batching keeps keys in pages, which mixture attention does not read, got "
+                f'`attn_implementation="{requested_attention}"`: use generate with a padded batch'
+            )
         if requested_attention not in BACKENDS:
             raise ValueError(
                 f'Specified `attn_implementation="{requested_attention}"` is not supported: '

@@ -354,10 +354,14 @@ class MixtureAttention(nn.Module):
             )  # fmt: skip
             return self.out_proj(out.flatten(1)[None]), None
         options |= {"key_mask": key_mask, "query_mask": query_mask}
-        out = linear_mixture_attention(q, k, v, normalization=self.normalization, backend=self.backend, **options)
         if need_weights:
             # Of what is materialised for analysis the rows sum to 1, whatever the layer divides by.
             weights = linear_mixture_weights(q, k, **options)
+        if weights is not None and self.normalization == "sum":
+            out = weights @ v.to(weights.dtype).repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
+            out = out.to(q.dtype)
+        else:
+            out = linear_mixture_attention(q, k, v, normalization=self.normalization, backend=self.backend, **options)
         return self.out_proj(out.transpose(1, 2).flatten(2)), weights
 
     def _refuse_pairs(self, attn_mask: Tensor | None) -> None:
