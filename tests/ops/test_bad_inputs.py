@@ -115,7 +115,7 @@ BAD = [
     (
         {"backend": "cuda"},
         ValueError,
-        "backend must be one of 'auto', 'reference', 'chunked', 'sdpa', 'triton', got 'cuda'",
+        "backend must be one of 'auto', 'reference', 'chunked', 'cpu', 'sdpa', 'triton', got 'cuda'",
     ),
     # 9 and 19: the fused kernels take no fp64, and no CPU tensor outside the interpreter
     ({"backend": "triton"}, ValueError, "backend='triton' cannot do "),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mgk.ops import chunked, reference, sdpa, softmax_kernel
+from mgk.ops import chunked, cpu, reference, sdpa, softmax_kernel
 from mgk.ops.autograd import first_order_only, with_value, with_zero_gradients
 from mgk.ops.problem import MixtureProblem
 from mgk.ops.validation import check_choice, fill_padding, make_problem, may_inspect_values
@@ -24,7 +24,7 @@ _HAS_TRITON = find_spec("triton") is not None and (
 if _HAS_TRITON:
     from mgk.ops import triton as fused
 
-BACKENDS = ("auto", "reference", "chunked", "sdpa", "triton")
+BACKENDS = ("auto", "reference", "chunked", "cpu", "sdpa", "triton")
 STATISTICS_BACKENDS = ("auto", "reference", "chunked", "triton")
 
 # Elements of an attention mask, written out for every component, up to which `auto` gives it to the stock kernels.
@@ -103,11 +103,11 @@ def mixture_attention(
     if problem.is_empty:
         out = problem.query.new_zeros(*problem.query.shape[:3], problem.value.shape[-1])
         return with_zero_gradients(out, problem.query, problem.key, problem.value, *parameters)
-    if backend in ("chunked", "sdpa"):  # the fused backward has no derivative, and says so itself
+    if backend in ("chunked", "cpu", "sdpa"):  # the fused backward has no derivative, and says so itself
         problem = _first_order_only(problem)
     problem = _with_centred_dot_products(problem)
     with without_autocast(problem):
-        if _may_centre_values(problem):
+        if _may_centre_values(problem) and backend != "cpu":  # which does it in its tiles
             out = _attend_around_common_value(_ATTENTION[backend], problem)
         else:
             out = _ATTENTION[backend](problem)
@@ -201,7 +201,7 @@ def mixture_log_density(
         problem = _first_order_only(problem)
     with without_autocast(problem):
         density = implementation.log_normaliser(problem)
-    density = density - _count_visible_keys(problem).to(density.dtype).clamp(min=1).log()
+    density = density - problem.count_visible_keys().to(density.dtype).clamp(min=1).log()
     if problem.query_mask is not None:
         density = density.masked_fill(~problem.query_mask[:, None], -math.inf)
     return density
@@ -300,7 +300,7 @@ def _attend_around_common_value(attention: Callable[[MixtureProblem], Tensor], p
     if not (is_moved or problem.is_causal or problem.key_mask is not None or problem.key.shape[3] == 1):
         return out
     with torch.no_grad():
-        visible = _count_visible_keys(problem)[..., None]
+        visible = problem.count_visible_keys()[..., None]
         first, common = (x.repeat_interleave(problem.group_size, dim=1) for x in (first, common))
         exact = out + common.masked_fill(visible == 0, 0.0) if is_moved else out
         exact = torch.where(visible == 1, first, exact)
@@ -319,7 +319,12 @@ def _first_order_only(problem: MixtureProblem) -> MixtureProblem:
     )
 
 
-_ATTENTION = {"reference": reference.attention, "chunked": chunked.attention, "sdpa": sdpa.attention}
+_ATTENTION = {
+    "reference": reference.attention,
+    "chunked": chunked.attention,
+    "cpu": cpu.attention,
+    "sdpa": sdpa.attention,
+}
 if _HAS_TRITON:
     _ATTENTION["triton"] = fused.attention
 
@@ -356,6 +361,13 @@ def choose_backend(problem: MixtureProblem, backend: str) -> str:
         return backend
     if backend == "auto" and _fused_is_fastest(problem):
         return "triton"
+    if backend == "cpu":
+        reason = cpu.unsupported(problem)
+        if reason is not None:
+            raise ValueError(f"backend='cpu' cannot do {reason}: use 'auto', 'chunked' or 'reference'")
+        return backend
+    if backend == "auto" and not sdpa.is_plain_softmax(problem) and cpu.unsupported(problem) is None:
+        return "cpu"
     reason = sdpa.unsupported(problem)
     if backend == "sdpa" and reason is not None:
         raise ValueError(f"backend='sdpa' cannot do {reason}: use 'auto', 'chunked' or 'reference'")
@@ -396,23 +408,3 @@ def _stock_kernels_would_materialise(problem: MixtureProblem) -> bool:
         return True
     mask = problem.attn_mask
     return mask is not None and mask[..., :1].numel() * mask.shape[3] * problem.num_components > LARGEST_MASK
-
-
-def _count_visible_keys(problem: MixtureProblem) -> Tensor:
-    """How many keys each query sees, broadcastable to ``[B, H, Nq]``."""
-    num_queries, num_keys = problem.query.shape[2], problem.key.shape[3]
-    device = problem.query.device
-    if problem.attn_mask is not None:
-        visible = problem.attn_mask
-        if problem.is_causal:
-            pairs = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-            visible = visible & pairs.tril(problem.causal_offset)
-        if problem.key_mask is not None:
-            visible = visible & problem.key_mask[:, None, None, :]
-        return visible.sum(dim=-1)
-    valid = torch.ones(1, num_keys, dtype=torch.bool, device=device) if problem.key_mask is None else problem.key_mask
-    if not problem.is_causal:
-        return valid.sum(dim=-1)[:, None, None]
-    up_to = torch.nn.functional.pad(valid.cumsum(dim=-1), (1, 0))
-    seen = (torch.arange(num_queries, device=device) + problem.causal_offset + 1).clamp(min=0)
-    return up_to[:, None, seen]

@@ -121,6 +121,25 @@ class MixtureProblem(NamedTuple):
         agree = (first - second).abs() <= CHANNEL_SPREAD * common.abs()
         return first, torch.where(agree, common, 0.0)
 
+    def count_visible_keys(self) -> Tensor:
+        """How many keys each query sees, broadcastable to ``[B, H, Nq]``."""
+        num_queries, num_keys = self.query.shape[2], self.key.shape[3]
+        device = self.query.device
+        if self.attn_mask is not None:
+            visible = self.attn_mask
+            if self.is_causal:
+                pairs = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+                visible = visible & pairs.tril(self.causal_offset)
+            if self.key_mask is not None:
+                visible = visible & self.key_mask[:, None, None, :]
+            return visible.sum(dim=-1)
+        valid = torch.ones(1, num_keys, dtype=torch.bool, device=device) if self.key_mask is None else self.key_mask
+        if not self.is_causal:
+            return valid.sum(dim=-1)[:, None, None]
+        up_to = torch.nn.functional.pad(valid.cumsum(dim=-1), (1, 0))
+        seen = (torch.arange(num_queries, device=device) + self.causal_offset + 1).clamp(min=0)
+        return up_to[:, None, seen]
+
 
 def _in_common(one: Tensor, other: Tensor) -> Tensor:
     """Coordinate by coordinate the smaller of the two, or 0 where their signs differ or one is not finite."""

@@ -1,0 +1,176 @@
+"""Mixture attention on a CPU: plain torch on tiles that fit the cache, with the online softmax of FlashAttention.
+
+A tile is a few heads, a block of queries and a block of keys. With c = 1 / variance, the same for all components,
+
+    logit[i,j,r] = c q_i . k_jr + column[j,r]        gaussian: column = log_prior[r] - c |k_jr|^2 / 2
+
+since the term in |q|^2 cancels. *Separate* components have a product and an exponential each. *Shifted* ones can share
+them: let k_j be the key of the first component and d_r = b_r - b_0 the way from it to another one. Then
+
+    sum_r exp(logit[i,j,r]) = exp(c q_i . k_j + column[j]) (1 + sum_{r>0} exp(of_query[i,r] + of_key[j,r]))
+    of_query[i,r] = c q_i . d_r        of_key[j,r] = log_prior[r] - log_prior[0] - c k_j . d_r - c |d_r|^2 / 2
+
+Backward computes each tile again from the row normalisers. Four observations on torch's CPU kernels shape the code:
+
+- ``exp2`` is faster than ``exp``, so the logits of a tile are in units of log 2;
+- a matrix product with few rows is much faster than one with few columns, so the gradients of keys and values are
+  summed transposed;
+- a bias costs next to nothing as one more feature of query and key;
+- memory that is touched for the first time costs more than the arithmetic on it, so everything but the results lives in
+  a workspace that stays.
+
+``grid.py`` says how a call is cut into tiles, ``block.py`` prepares the operands of some heads, ``passes.py`` walks
+through their tiles forward and backward, ``workspace.py`` keeps the memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mgk.ops.cpu.block import LARGEST_LOG_RATIO, Block, Call, Inputs
+from mgk.ops.cpu.grid import Grid
+from mgk.ops.cpu.passes import backward_pass, forward_pass
+from mgk.ops.cpu.workspace import workspace
+from mgk.ops.problem import MixtureProblem
+from mgk.ops.validation import may_inspect_values
+
+
+def unsupported(problem: MixtureProblem) -> str | None:
+    """Why this backend cannot serve the call, or ``None``."""
+    if problem.query.device.type != "cpu":
+        return f"tensors on {problem.query.device.type}"
+    if problem.num_components > 1 and problem.assignment == "hard":
+        return "assignment='hard' with several components"
+    if isinstance(problem.variance, Tensor):
+        return "a variance that is a tensor"
+    if problem.attn_mask is not None:
+        return "an attn_mask that depends on the query"
+    if problem.log_prior is not None and problem.log_prior.shape[-1] > 1:
+        return "a log_prior of each position"
+    if problem.dropout_p > 0:
+        return "dropout_p > 0"
+    if not may_inspect_values(problem.query):
+        return "a call that is traced or transformed"
+    return None
+
+
+def attention(problem: MixtureProblem) -> Tensor:
+    """``[B, H, Nq, Dv]``"""
+    dtype = problem.query.dtype
+    query, key, value = (x.to(problem.compute_dtype) for x in (problem.query, problem.key, problem.value))
+    problem = problem._replace(query=query, key=key, value=value)
+    if problem.shift is None or problem.num_components == 1:
+        out = _attend(problem, shares_key=False)
+    else:
+        wide = _wide_rows(problem)
+        if not bool(wide.any()):
+            out = _attend(problem, shares_key=True)
+        elif bool(wide.all()):
+            out = _attend(problem, shares_key=False)
+        else:
+            rest = problem._replace(query=query.masked_fill(wide, 0.0))
+            out = torch.where(wide, _attend(problem, shares_key=False), _attend(rest, shares_key=True))
+    return out.to(dtype)
+
+
+@torch.no_grad()
+def _wide_rows(problem: MixtureProblem) -> Tensor:
+    """bool ``[B, H, Nq, 1]``: rows in which shifted components lie too far apart to become ratios to the first one.
+
+    A row is judged by the keys that it can see, so that later tokens leave the bits of earlier rows alone.
+    """
+    assert problem.shift is not None
+    ways = (problem.shift[:, 1:] - problem.shift[:, :1]).to(problem.query.dtype)
+    origin = problem.origin().mT
+    by_group = problem.query.unflatten(1, (-1, problem.group_size))
+    of_query = (ways[:, None] @ by_group.mT - (ways @ origin)[:, :, None]).abs().amax(dim=-2).flatten(1, 2)
+    of_key = problem.key.new_zeros(*problem.key.shape[:2], 1, problem.key.shape[3])
+    if problem.similarity == "gaussian":
+        # From the key of the first component to those of the others.
+        from_first = ways @ (problem.key[:, :, 0].mT - origin) + ways @ problem.shift[:, :1].to(ways.dtype).mT
+        of_key = -from_first - 0.5 * ways.square().sum(-1, keepdim=True)
+    of_key = of_key.abs().amax(dim=2)  # [B, Hkv, Nk]
+    if problem.key_mask is not None:
+        of_key = of_key.masked_fill(~problem.key_mask[:, None], 0.0)
+    if problem.log_prior is not None:
+        # Of two priors of zero the ratio is NaN, and with it every row is too wide.
+        ratio = (problem.log_prior[:, 1:] - problem.log_prior[:, :1]).abs().amax(dim=1)
+        of_key = of_key + float(problem.variance) * ratio
+    if problem.is_causal:
+        last_visible = torch.arange(problem.query.shape[2]) + problem.causal_offset
+        of_key = of_key.cummax(dim=-1).values[..., last_visible.clamp(min=0)]
+    else:
+        of_key = of_key.amax(dim=-1, keepdim=True)
+    largest = of_query + of_key.repeat_interleave(problem.group_size, dim=1)
+    return ~(largest <= LARGEST_LOG_RATIO * float(problem.variance))[..., None]
+
+
+def _attend(problem: MixtureProblem, *, shares_key: bool) -> Tensor:
+    query, key, value, dtype = problem.query, problem.key, problem.value, problem.query.dtype
+    is_gaussian = problem.similarity == "gaussian"
+    shift, log_prior = problem.shift, problem.log_prior if problem.num_components > 1 else None
+    first_value, common_value = problem.common_value()
+    visible = problem.count_visible_keys().expand(len(query), 1, query.shape[2])
+    call = Call(
+        scale=1.0 / float(problem.variance),
+        is_gaussian=is_gaussian,
+        is_causal=problem.is_causal,
+        shares_key=shares_key,
+        origin=problem.origin() if is_gaussian else None,
+        key_mask=problem.key_mask,
+        common_value=common_value if bool(common_value.any()) else None,
+        is_blind=None if problem.key_mask is None else (visible == 0)[:, None, ..., None],
+    )
+    # A row that sees one key alone is given its value: it must not learn of the others, not even in its last bit.
+    may_see_one = problem.is_causal or problem.key_mask is not None or key.shape[3] == 1
+    single = (visible == 1)[..., None] if may_see_one else None
+    out: Tensor = _TiledAttention.apply(
+        call, single, first_value, query, key, value,
+        None if shift is None else shift.to(dtype), None if log_prior is None else log_prior[..., 0].to(dtype),
+    )  # fmt: skip
+    return out
+
+
+class _TiledAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, single: Tensor | None, first_value: Tensor, *tensors: Tensor | None) -> Tensor:
+        inputs = Inputs(*tensors)  # type: ignore[arg-type]
+        batch, query_heads, queries, _ = inputs.query.shape
+        heads, keys = inputs.key.shape[1], inputs.key.shape[3]
+        grid = Grid(batch, heads, query_heads // heads, queries, keys, inputs.key.shape[-1], call.is_causal)
+        # In memory the heads of a token lie beside each other, as the projection that follows wants them.
+        out = inputs.query.new_empty(batch, queries, query_heads, inputs.value.shape[-1]).transpose(1, 2)
+        normaliser = inputs.query.new_empty(batch, heads, grid.rows)
+        blocks = list(grid.blocks())
+        # The operands of a short call are not made twice.
+        stays = len(blocks) == 1 and any(ctx.needs_input_grad)
+        for samples, block_heads in blocks:
+            block = Block(inputs, call, grid, samples, block_heads, stays)
+            forward_pass(block, out, normaliser)
+        ctx.block = block if stays else None
+        workspace.drop_large_arrays()
+        if call.is_blind is not None:
+            out.masked_fill_(call.is_blind[:, 0], 0.0)
+        if single is not None:
+            torch.where(single, first_value.repeat_interleave(grid.group, dim=1), out, out=out)
+        ctx.save_for_backward(*tensors, out, normaliser)
+        ctx.call, ctx.grid = call, grid
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        *tensors, out, normaliser = ctx.saved_tensors
+        inputs = Inputs(*tensors)
+        gradient = Inputs(
+            *(torch.empty_like(tensor) for tensor in (inputs.query, inputs.key, inputs.value)),
+            *(None if tensor is None else torch.zeros_like(tensor) for tensor in (inputs.shift, inputs.log_prior)),
+        )
+        for samples, block_heads in ctx.grid.blocks():
+            block = ctx.block if ctx.block is not None else Block(inputs, ctx.call, ctx.grid, samples, block_heads)
+            block.set_normaliser(normaliser)
+            backward_pass(block, grads[0], out, gradient)
+        workspace.drop_large_arrays()
+        return None, None, None, *gradient

@@ -1,0 +1,165 @@
+"""The operands of a block of heads: everything that is linear in the sequence."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mgk.ops.cpu.grid import Grid
+from mgk.ops.cpu.workspace import workspace
+
+LOG2E = 1.0 / math.log(2.0)
+
+# Shifted components share one exponential in rows where the logarithms of their ratios to the first stay below this.
+# The exponential is 1 at its largest in a row: it vanishes only where a weight is below 1e-11 of the row's.
+LARGEST_LOG_RATIO = 60.0
+
+# The logit of a masked key. It is finite: a row that sees nothing else then attends to zeros instead of being NaN.
+HIDDEN = -1e30
+
+
+class Inputs(NamedTuple):
+    """What has a gradient, or the gradients themselves."""
+
+    query: Tensor
+    """``[B, H, Nq, D]``"""
+    key: Tensor
+    """``[B, Hkv, M, Nk, D]``, or ``[B, Hkv, 1, Nk, D]`` where shifts follow"""
+    value: Tensor
+    """``[B, Hkv, Nk, Dv]``"""
+    shift: Tensor | None
+    """``[Hkv, M, D]``"""
+    log_prior: Tensor | None
+    """``[Hkv, M]``"""
+
+
+class Call(NamedTuple):
+    """What has none."""
+
+    scale: float
+    """c = 1 / variance"""
+    is_gaussian: bool
+    is_causal: bool
+    shares_key: bool
+    """Whether shifted components share one product and one exponential"""
+    origin: Tensor | None
+    """``[B, Hkv, 1, D]``, from where distances are measured"""
+    key_mask: Tensor | None
+    """bool ``[B, Nk]``, True = attend"""
+    common_value: Tensor | None
+    """``[B, Hkv, 1, Dv]``, from where values are measured"""
+    is_blind: Tensor | None
+    """bool ``[B, 1, 1, Nq, 1]``: queries that see no key, though some do"""
+
+
+class Block:
+    """X heads: those of some samples, or some of one sample."""
+
+    left: Tensor
+    """``[X, rows, D + 2]``: c q in units of log 2, a one, and minus the row normaliser once it is known"""
+    right: Tensor
+    """``[X, R, Nk, D + 2]``: R keys a position, their columns, and a one"""
+    value: Tensor
+    """``[X, Nk, Dv + 1]``: values, and a one"""
+    ways: Tensor | None
+    """``[heads, M - 1, D]``: d_r, where the components share one key, R = 1"""
+    ratios: list[tuple[Tensor, Tensor]]
+    """Of each way ``exp(of_query) [X, rows, 1]`` and ``exp(of_key) [X, 1, Nk]``"""
+
+    def __init__(
+        self, inputs: Inputs, call: Call, grid: Grid, samples: slice, heads: slice, stays: bool = False
+    ) -> None:
+        """A block that ``stays`` has memory of its own; others lie in the workspace until the next one is made."""
+        self.call, self.grid, self.samples, self.heads = call, grid, samples, heads
+        self.query_heads = slice(heads.start * grid.group, heads.stop * grid.group)
+        self.shape = (samples.stop - samples.start, heads.stop - heads.start)
+        self.count = math.prod(self.shape)
+        self.dim, self.stays = inputs.key.shape[-1], stays
+        self.origin = None if call.origin is None else call.origin[samples, heads, None]
+
+        self.left = self._left(inputs.query)
+        self.value = self._value(inputs.value)
+        self.ways, self.ratios = None, []
+        shift, log_prior = (None if x is None else x[heads] for x in (inputs.shift, inputs.log_prior))
+        if call.shares_key:
+            assert shift is not None
+            right = self._right(inputs.key[samples, heads], shift[:, :1])
+            self._share_key(right, shift[:, 1:] - shift[:, :1], log_prior)
+            log_prior = None
+        else:
+            right = self._right(inputs.key[samples, heads], shift)
+        self._set_columns(right, log_prior)
+        self.right = right.view(self.count, right.shape[2], grid.keys, -1)
+
+    def set_normaliser(self, normaliser: Tensor) -> None:
+        """Make the products of left and right the logarithms of normalised weights."""
+        torch.neg(normaliser[self.samples, self.heads].flatten(0, 1), out=self.left[..., -1])
+
+    def _array(self, name: str, like: Tensor, *shape: int) -> Tensor:
+        return like.new_empty(shape) if self.stays else workspace.array(name, like, *shape)
+
+    def _left(self, query: Tensor) -> Tensor:
+        grid = self.grid
+        left = self._array("left", query, *self.shape, grid.group, grid.queries, self.dim + 2)
+        by_group = query[self.samples, self.query_heads].unflatten(1, (-1, grid.group))
+        _subtract(by_group, self.origin, left[..., : self.dim]).mul_(self.call.scale * LOG2E)
+        left[..., self.dim] = 1.0
+        left[..., self.dim + 1] = 0.0
+        return left.view(self.count, grid.rows, -1)
+
+    def _right(self, key: Tensor, shift: Tensor | None) -> Tensor:
+        """``[samples, heads, R, Nk, D + 2]``, the columns left open."""
+        count = key.shape[2] if shift is None else shift.shape[1]
+        right = self._array("right", key, *self.shape, count, self.grid.keys, self.dim + 2)
+        keys = _subtract(key.expand(-1, -1, count, -1, -1), self.origin, right[..., : self.dim])
+        if shift is not None:
+            keys.add_(shift[:, :, None])
+        right[..., self.dim + 1] = 1.0
+        return right
+
+    def _value(self, value: Tensor) -> Tensor:
+        array = self._array("value", value, *self.shape, self.grid.keys, value.shape[-1] + 1)
+        common = None if self.call.common_value is None else self.call.common_value[self.samples, self.heads]
+        _subtract(value[self.samples, self.heads], common, array[..., :-1])
+        array[..., -1] = 1.0
+        return array.flatten(0, 1)
+
+    def _share_key(self, right: Tensor, ways: Tensor, log_prior: Tensor | None) -> None:
+        """Set ways and ratios."""
+        c, grid = self.call.scale * LOG2E, self.grid
+        by_group = self.left.view(*self.shape, grid.group, grid.queries, -1)
+        of_query = ways[:, None] @ by_group[..., : self.dim].mT  # [samples, heads, group, M - 1, Nq]
+        of_key = right.new_zeros(*self.shape, ways.shape[1], grid.keys)
+        if self.call.is_gaussian:
+            torch.matmul(ways * -c, right[:, :, 0, :, : self.dim].mT, out=of_key)
+            of_key -= 0.5 * c * ways.square().sum(-1, keepdim=True)
+        if log_prior is not None:
+            of_key += (log_prior[:, 1:, None] - log_prior[:, :1, None]) * LOG2E
+        # A key that lies further away is hidden from all rows of this form, by causality: it must not become infinite.
+        limit = LARGEST_LOG_RATIO * LOG2E
+        of_query, of_key = (ratio.clamp_(-limit, limit).exp2_() for ratio in (of_query, of_key))
+        self.ways = ways
+        self.ratios = [
+            (a.reshape(self.count, grid.rows, 1), b.reshape(self.count, 1, grid.keys))
+            for a, b in zip(of_query.unbind(3), of_key.unbind(2), strict=True)
+        ]
+
+    def _set_columns(self, right: Tensor, log_prior: Tensor | None) -> None:
+        keys, column = right[..., : self.dim], right[..., self.dim]
+        if self.call.is_gaussian:
+            square = torch.mul(keys, keys, out=workspace.array("square", keys, *keys.shape))
+            torch.sum(square, dim=-1, out=column).mul_(-0.5 * self.call.scale * LOG2E)
+        else:
+            column.zero_()
+        if log_prior is not None:
+            column.add_(log_prior[:, :, None], alpha=LOG2E)
+        if self.call.key_mask is not None:
+            column.masked_fill_(~self.call.key_mask[self.samples, None, None], HIDDEN)
+        column.clamp_(min=HIDDEN)
+
+
+def _subtract(tensor: Tensor, origin: Tensor | None, out: Tensor) -> Tensor:
+    return out.copy_(tensor) if origin is None else torch.sub(tensor, origin, out=out)

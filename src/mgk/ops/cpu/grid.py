@@ -1,0 +1,74 @@
+"""How the pairs of a call are cut into tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+# Pairs of a query and a key in one tile, and its sides where the sequence is longer. Smaller tiles fit the cache better,
+# larger ones spend less time in Python.
+TILE_PAIRS = 2**20
+TILE_ROWS = 512
+TILE_KEYS = 512
+
+# Numbers of the keys of a block, whose operands are prepared together.
+BLOCK_NUMBERS = 2**20
+
+
+def spans(start: int, stop: int, length: int) -> Iterator[slice]:
+    """``start`` to ``stop`` in pieces of ``length``."""
+    for at in range(start, stop, length):
+        yield slice(at, min(at + length, stop))
+
+
+class Grid(NamedTuple):
+    """A call is a sequence of blocks of heads; a block has tiles of heads, rows and keys."""
+
+    batch: int
+    heads: int
+    """Key/value heads"""
+    group: int
+    """Query heads that share one; their queries follow each other in its rows"""
+    queries: int
+    keys: int
+    dim: int
+    is_causal: bool
+
+    @property
+    def rows(self) -> int:
+        return self.group * self.queries
+
+    @property
+    def tile_keys(self) -> int:
+        # A tile through which the diagonal passes is computed as a whole.
+        return min(self.keys, TILE_KEYS // 2 if self.is_causal else TILE_KEYS)
+
+    @property
+    def tile_heads(self) -> int:
+        return max(1, TILE_PAIRS // (min(self.rows, TILE_ROWS) * self.tile_keys))
+
+    def blocks(self) -> Iterator[tuple[slice, slice]]:
+        """Samples and heads: all heads of some samples, or some heads of one sample."""
+        count = max(self.tile_heads, BLOCK_NUMBERS // (max(self.rows, self.keys) * self.dim))
+        for samples in spans(0, self.batch, max(1, count // self.heads)):
+            for heads in spans(0, self.heads, min(count, self.heads)):
+                yield samples, heads
+
+    def blocks_of_rows(self) -> Iterator[slice]:
+        if not self.is_causal:
+            yield from spans(0, self.rows, TILE_ROWS)
+            return
+        # A block has queries of one head, and none that sees no key.
+        blind = max(0, self.queries - self.keys)
+        for head in range(0, self.rows, self.queries):
+            yield from spans(head + blind, head + self.queries, TILE_ROWS)
+
+    def blocks_of_keys(self) -> Iterator[slice]:
+        return spans(0, self.keys, self.tile_keys)
+
+    def last_visible(self, rows: slice, keys: slice) -> tuple[int, int]:
+        """The last key that the first and the last of the rows see, counted from the first of the keys."""
+        if not self.is_causal:
+            return self.keys, self.keys
+        first = rows.start % self.queries + self.keys - self.queries - keys.start
+        return first, first + rows.stop - rows.start - 1
