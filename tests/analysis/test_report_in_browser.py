@@ -146,6 +146,21 @@ def test_layers_heads_and_tokens(chromium, page_path, runs):
     assert page.requests == [page_path.as_uri()]
 
 
+@pytest.mark.parametrize("size", [browser.DESKTOP, browser.PHONE], ids=["desktop", "phone"])
+def test_the_longest_weight_does_not_reach_its_bar(chromium, page_path, size):
+    page = open_page(chromium, page_path, size=size)
+    page.choose("select[name=run]", 1)
+    page.hover(".tokens button", 3)
+    gaps = page.evaluate(
+        "[...document.querySelectorAll('.attended tbody tr')].map((row) => {"
+        "const cell = row.querySelector('.number'); cell.textContent = '0.000123';"
+        "const text = document.createRange(); text.selectNodeContents(cell);"
+        "return row.querySelector('.bar').getBoundingClientRect().left - text.getBoundingClientRect().right; })"
+    )
+    assert len(gaps) == 8
+    assert min(gaps) > 0
+
+
 def test_mean_over_heads_and_one_component(chromium, page_path, runs):
     page = open_page(chromium, page_path)
     page.choose("select[name=run]", 1)
