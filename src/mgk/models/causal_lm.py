@@ -5,13 +5,13 @@ from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from mgk.models.adaptive_softmax import AdaptiveSoftmax
 from mgk.models.configuration import MGKConfig
+from mgk.models.generation import MGKGenerationMixin
 from mgk.models.loss import IGNORED, check_labels, cross_entropy, mean_loss, shifted_labels
 from mgk.models.model import MGKModel
 from mgk.models.pretrained import ForwardOptions, MGKPreTrainedModel
@@ -23,7 +23,7 @@ class CausalLMOptions(ForwardOptions, total=False):
     shift_labels: Tensor
 
 
-class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
+class MGKForCausalLM(MGKPreTrainedModel, MGKGenerationMixin):
     """A causal stack that predicts the next token, with a plain or an adaptive softmax, and ``generate``."""
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}

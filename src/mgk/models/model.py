@@ -66,6 +66,20 @@ class MGKModel(MGKPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers. ``AutoModel`` comes here with every configuration, those of translation too."""
+        if cls is MGKModel and getattr(kwargs.get("config"), "is_encoder_decoder", False):
+            return _seq2seq_model().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+
+    @classmethod
+    def _from_config(cls, config: MGKConfig, **kwargs: Any) -> Any:
+        """What ``AutoModel.from_config`` calls."""
+        if cls is MGKModel and config.is_encoder_decoder:
+            return _seq2seq_model()._from_config(config, **kwargs)
+        return super()._from_config(config, **kwargs)
+
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -165,3 +179,10 @@ class MGKModel(MGKPreTrainedModel):
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values
         )
+
+
+def _seq2seq_model() -> type[MGKPreTrainedModel]:
+    # It is made of the model here.
+    from mgk.models.seq2seq import MGKSeq2SeqModel
+
+    return MGKSeq2SeqModel
