@@ -227,7 +227,7 @@ def test_linear_attention_refuses_assisted_decoding_at_once(attention, kind, mon
     for way in ({"prompt_lookup_num_tokens": 2}, {"assistant_model": other}):
         with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
             model.generate(**inputs, **settings, **way)
-    with pytest.raises(ValueError, match="assistant .* must be able to take tokens back, got .*, a stateful model"):
+    with pytest.raises(ValueError, match=r"assistant .* must be able to take tokens back, got .*, a stateful model"):
         other.generate(**inputs, **settings, assistant_model=model)
 
 

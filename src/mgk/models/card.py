@@ -99,9 +99,8 @@ def _cache(layers: list[MGKAttention], dtype: torch.dtype) -> str:
 
 def _loading(model: PreTrainedModel) -> str:
     name = type(model).__name__
-    lines = [
-        "```python", f"from mgk.models import {name}", "", f'model = {name}.from_pretrained("path/of/this/folder")', "```"
-    ]  # fmt: skip
+    call = f'model = {name}.from_pretrained("path/of/this/folder")'
+    lines = ["```python", f"from mgk.models import {name}", "", call, "```"]
     automatic = _USES.get(name, (None, None))[1]
     if automatic is not None:
         lines += [
@@ -116,8 +115,8 @@ def _loading(model: PreTrainedModel) -> str:
 def licence() -> str:
     """What is known of rights before somebody publishes the weights."""
     return (
-        "The code, mgk, is under the Apache License 2.0. For the weights nobody has stated a licence yet: the Hub looks "
-        "for `license:` at the top of this file."
+        "The code, mgk, is under the Apache License 2.0. For the weights nobody has stated a licence yet: the Hub "
+        "looks for `license:` at the top of this file."
     )
 
 
@@ -128,7 +127,9 @@ def write(card: ModelCard, folder: str | os.PathLike[str]) -> bool:
         return False
     text = f"{card.content}".rstrip("\n") + "\n"
     digest = hashlib.sha256(text.encode()).hexdigest()
-    path.write_text(f"{text}\n<!-- Written by mgk, sha256 {digest} -->\n", encoding="utf-8", newline="\n")
+    text += f"\n<!-- Written by mgk, sha256 {digest} -->\n"
+    if not path.exists() or path.read_bytes() != text.encode():
+        path.write_text(text, encoding="utf-8", newline="\n")
     return True
 
 

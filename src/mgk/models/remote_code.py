@@ -15,7 +15,7 @@ CLASSES = (
     "MGKModel",
     "MGKSeq2SeqModel",
 )
-SOURCE = '''"""The code of this model is in the library mgk (pip install 'mgk[models]'); this file tells transformers so."""
+SOURCE = '''"""The code of this model is in the library mgk: pip install 'mgk[models]'. transformers reads it here."""
 
 from mgk.models import (  # noqa: F401
 {names}

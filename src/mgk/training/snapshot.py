@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from mgk.models.card import FILE as CARD
 from mgk.training.checkpoint import Checkpoint, Write
 from mgk.training.configuration import differences
 from mgk.training.distributed import gather, random_state, set_random_state, whole, write_into
@@ -42,6 +43,8 @@ def take_weights(model: PreTrainedModel) -> Write:
     def write(folder: Path) -> None:
         with _no_progress_bar():
             model.save_pretrained(folder, state_dict=weights)
+        # A manifest lists what must not change; the card is written when there is something to say.
+        (folder / CARD).unlink()
 
     return write
 
