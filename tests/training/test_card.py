@@ -30,7 +30,7 @@ def run(task, folder, corpora, **options):
 
 @pytest.mark.parametrize("task", KINDS)
 def test_a_finished_run_has_a_card(task, corpora, tmp_path):
-    """What is read back stands in `result.json`: data with its fingerprint, metrics with their seed; and the command."""
+    """What is read back stands in `result.json`: data with their fingerprint, metrics with their seed, the command."""
     command = train_command("tiny", ["seed=0", "model.dropout=0.1"])
     found, best = run(task, tmp_path, corpora, command=command)
     assert found == json.loads((tmp_path / "result.json").read_text())

@@ -41,6 +41,8 @@ class MGKForCausalLM(MGKPreTrainedModel, MGKGenerationMixin):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         else:
             self.lm_head = AdaptiveSoftmax(config.hidden_size, config.vocab_size, config.adaptive_cutoffs)
+        if config.positions_from == "end" and self.generation_config is not None:
+            self.generation_config.use_cache = False
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module | None:
@@ -103,6 +105,13 @@ class MGKForCausalLM(MGKPreTrainedModel, MGKGenerationMixin):
         if pad is None or pad in (end if isinstance(end, list) else [end]):
             return None
         return (prompts != pad).long()
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As in transformers, which counts positions from the start."""
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        if self.config.positions_from == "end":
+            inputs.pop("position_ids", None)
+        return inputs
 
     @can_return_tuple
     def forward(

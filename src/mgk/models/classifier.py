@@ -15,10 +15,10 @@ from mgk.models.pretrained import ForwardOptions, MGKPreTrainedModel
 from mgk.ops.packed import sequence_of_tokens
 
 
-def mean_over_tokens(hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
+def mean_over_tokens(hidden_states: Tensor, attention_mask: Tensor | None, length: int | None = None) -> Tensor:
     """Mean over the tokens that are not padding, ``[B, N, d]`` to ``[B, d]``. A row of padding alone is 0.
 
-    Summed in fp32: a few thousand tokens overflow fp16.
+    Summed in fp32: a few thousand tokens overflow fp16. With ``length`` the sum is divided by that.
     """
     if attention_mask is None:
         attention_mask = torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device)
@@ -27,11 +27,11 @@ def mean_over_tokens(hidden_states: Tensor, attention_mask: Tensor | None) -> Te
     valid = attention_mask.bool()[..., None]
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     total = hidden_states.masked_fill(~valid, 0.0).sum(dim=1, dtype=dtype)
-    return (total / valid.sum(dim=1).clamp(min=1)).to(hidden_states.dtype)
+    return (total / (valid.sum(dim=1).clamp(min=1) if length is None else length)).to(hidden_states.dtype)
 
 
-def mean_over_sequences(hidden_states: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Mean over the tokens of each packed sequence, ``[1, T, d]`` to ``[S, d]``. A sequence without tokens is 0.
+def mean_over_sequences(hidden_states: Tensor, cu_seqlens: Tensor, length: int | None = None) -> Tensor:
+    """The same over the tokens of each packed sequence, ``[1, T, d]`` to ``[S, d]``. A sequence without tokens is 0.
 
     A product with a matrix of zeros and ones: sums in a fixed order, forward and backward.
     """
@@ -40,14 +40,16 @@ def mean_over_sequences(hidden_states: Tensor, cu_seqlens: Tensor) -> Tensor:
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     with torch.autocast(hidden_states.device.type, enabled=False):
         total = (sequence[None, :] == number[:, None]).to(dtype) @ hidden_states[0].to(dtype)
-    return (total / cu_seqlens.diff().clamp(min=1)[:, None]).to(hidden_states.dtype)
+    return (total / (cu_seqlens.diff().clamp(min=1)[:, None] if length is None else length)).to(hidden_states.dtype)
 
 
-def pool(hidden_states: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """The mean of each sequence, padded or packed."""
+def pool(
+    hidden_states: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, length: int | None = None
+) -> Tensor:
+    """The mean of each sequence, padded or packed; with ``length`` its sum divided by that."""
     if cu_seqlens is not None:
-        return mean_over_sequences(hidden_states, cu_seqlens)
-    return mean_over_tokens(hidden_states, attention_mask)
+        return mean_over_sequences(hidden_states, cu_seqlens, length)
+    return mean_over_tokens(hidden_states, attention_mask, length)
 
 
 class ClassificationHead(nn.Module):
@@ -112,7 +114,8 @@ class MGKForSequenceClassification(MGKPreTrainedModel):
             input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,
             **{**kwargs, "use_cache": False},
         )  # fmt: skip
-        logits = self.classifier(pool(outputs.last_hidden_state, attention_mask, kwargs.get("cu_seq_lens_q")))
+        bounds, length = kwargs.get("cu_seq_lens_q"), self.config.pooling_length
+        logits = self.classifier(pool(outputs.last_hidden_state, attention_mask, bounds, length))
         loss = None if labels is None else classification_loss(self.config, logits, labels, num_items_in_batch)
         return SequenceClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions

@@ -116,6 +116,9 @@ class MGKConfig(PreTrainedConfig):
     frequencies and their scaling as transformers writes them."""
     max_position_embeddings: int = 2048
     """Length of the table of learned positions; for the others the length the model is meant for."""
+    positions_from: Literal["start", "end"] = "start"
+    """Where learned or sinusoidal positions are counted from: the first token, or back from the last, as the released
+    language models have it. Then the next token moves all positions, and nothing can be cached."""
     scale_embeddings: bool = False
     """Multiply token embeddings by ``sqrt(hidden_size)``."""
 
@@ -128,6 +131,9 @@ class MGKConfig(PreTrainedConfig):
 
     classifier_size: int = 128
     """Hidden width of the classification head."""
+    pooling_length: int | None = None
+    """What classifiers divide the sum over the tokens by; ``None``: their number. The released Long Range Arena models
+    divide by the length that everything is padded to."""
     adaptive_cutoffs: list[int] | None = None
     """Where the clusters of an adaptive softmax end, in tokens sorted by frequency; ``None``: a plain softmax."""
     tie_word_embeddings: bool = True
@@ -239,7 +245,7 @@ class MGKConfig(PreTrainedConfig):
         for name in (
             "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
             "intermediate_size", "max_position_embeddings", "classifier_size", "num_components", "decoder_layers",
-            "source_vocab_size",
+            "source_vocab_size", "pooling_length",
         ):  # fmt: skip
             count = getattr(self, name)
             if count is not None and count < 1:
@@ -270,6 +276,10 @@ class MGKConfig(PreTrainedConfig):
                 raise ValueError(f"partial_rotary_factor must be 1, got {rope['partial_rotary_factor']}")
         if self.positions == "sinusoidal" and self.hidden_size % 2 != 0:
             raise ValueError(f"positions='sinusoidal' needs an even hidden_size, got {self.hidden_size}")
+        if self.positions_from == "end":
+            kind = "translation" if self.is_encoder_decoder else f"{self.positions} positions"
+            if kind not in ("learned positions", "sinusoidal positions"):
+                raise ValueError(f"positions_from='end' needs learned or sinusoidal positions of one text, got {kind}")
         cutoffs = self.adaptive_cutoffs
         if cutoffs is not None and (
             len(cutoffs) == 0 or [0, *cutoffs, self.vocab_size] != sorted({0, *cutoffs, self.vocab_size})

@@ -53,8 +53,9 @@ class MGKForSequencePairClassification(MGKPreTrainedModel):
         second = self.model(
             pair_input_ids, attention_mask=pair_attention_mask, inputs_embeds=pair_inputs_embeds, **options
         )
-        a = pool(first.last_hidden_state, attention_mask, bounds)
-        b = pool(second.last_hidden_state, pair_attention_mask, pair_cu_seq_lens_q)
+        length = self.config.pooling_length
+        a = pool(first.last_hidden_state, attention_mask, bounds, length)
+        b = pool(second.last_hidden_state, pair_attention_mask, pair_cu_seq_lens_q, length)
         if len(a) != len(b):
             raise ValueError(f"both sides must have as many sequences, got {len(a)} and {len(b)}")
         logits = self.classifier(torch.cat([a, b, a * b, a - b], dim=-1))

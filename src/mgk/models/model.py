@@ -139,6 +139,12 @@ class MGKModel(MGKPreTrainedModel):
             output_attentions = bool(self.config.output_attentions)
         if not self.is_causal:
             past_key_values = None
+        elif self.config.positions_from == "end":
+            if past_key_values is not None:
+                raise ValueError(
+                    "positions that are counted from the end change with every token, so nothing can be cached, "
+                    "got past_key_values: generate with use_cache=False"
+                )
         elif use_cache and past_key_values is None and cu_seq_lens_q is None and self.config.normalization == "sum":
             past_key_values = DynamicCache(config=self.config)
 
@@ -148,7 +154,9 @@ class MGKModel(MGKPreTrainedModel):
                 self.is_causal,
             )  # fmt: skip
             if position_ids is None:
-                position_ids = packed_positions(cu_seq_lens_q, num_queries)
+                position_ids = packed_positions(
+                    cu_seq_lens_q, num_queries, from_end=self.config.positions_from == "end"
+                )
         else:
             visibility = self_visibility(
                 attention_mask, position_ids, past_key_values, batch_size, num_queries, self.is_causal
@@ -156,6 +164,8 @@ class MGKModel(MGKPreTrainedModel):
         if position_ids is None:
             past = past_length(past_key_values)
             position_ids = token_positions(attention_mask, past, num_queries, inputs_embeds.device)
+            if self.config.positions_from == "end":
+                position_ids = position_ids.amax(dim=-1, keepdim=True) - position_ids
         hidden_states = inputs_embeds * self.embedding_scale
         if self.embed_positions is not None:
             hidden_states = hidden_states + self.embed_positions(position_ids).to(hidden_states.dtype)
