@@ -82,6 +82,7 @@ COMMANDS = {
     r"python benchmarks/tiles\.py .*": "test_tiles_are_timed",
     r"python benchmarks/compile_ahead\.py": "test_kernels_are_compiled_ahead",
     r"mgk generate .*": "test_language_model_example_learns",
+    r"mgk import .*": "test_mgk_import",
     r"mgk demo( .*)?": "test_a_short_demo",
     r"mgk recipes( \S+)?": "test_recipes",
     r"mgk train [^-]*(--attention \S+ --heads \d+|--row \S+)?( \S+=\S+)*( --data \S+)?": "test_train_with_changes",

@@ -79,6 +79,16 @@ def test_a_classifier_of_long_range_arena(kind, pair, tmp_path):
                 parameter.copy_(changed)
 
 
+def test_a_packed_batch_is_divided_by_the_same_length(tmp_path):
+    model = import_checkpoint(saved(randomised(ArenaClassifier(["smgk"])), tmp_path / "a.safetensors"), length=40)
+    assert model.config.pooling_length == 40
+    inputs = arena_inputs(pair=False)
+    tokens = inputs["input_ids"][inputs["attention_mask"].bool()][None]
+    with torch.no_grad():
+        packed = model(tokens, cu_seq_lens_q=torch.tensor([0, 11, 18, 21], dtype=torch.int32)).logits
+        torch.testing.assert_close(packed, model(**inputs).logits, **EXACT)
+
+
 @pytest.mark.filterwarnings("ignore:the released language models")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("mode", LANGUAGE)
