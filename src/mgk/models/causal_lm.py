@@ -106,12 +106,11 @@ class MGKForCausalLM(MGKPreTrainedModel, MGKGenerationMixin):
             return None
         return (prompts != pad).long()
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As in transformers, which counts positions from the start."""
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Any:
+        """transformers counts from the start; positions from the end are left to :meth:`MGKModel.forward`."""
         if self.config.positions_from == "end":
-            inputs.pop("position_ids", None)
-        return inputs
+            return None
+        return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
 
     @can_return_tuple
     def forward(
