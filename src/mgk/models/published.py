@@ -147,7 +147,8 @@ def _long_range_arena(weights: Weights, heads: int | None, length: int | None) -
         "lra-text", vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers,
         intermediate_size=len(found["model.layers.0.mlp.up_proj.weight"]), max_position_embeddings=table,
         pooling_length=table if length is None else length, num_labels=len(found["classifier.out_proj.weight"]),
-        classifier_size=len(found["classifier.dense.weight"]), **_attention(weights, mixtures, found),
+        classifier_size=len(found["classifier.dense.weight"]), activation_dropout=0.1,
+        **_attention(weights, mixtures, found),
     )  # fmt: skip
     is_pair = found["classifier.dense.weight"].shape[1] == 4 * width
     return _fill(MGKForSequencePairClassification if is_pair else MGKForSequenceClassification, config, found)
@@ -208,7 +209,8 @@ def _language_model(
         "wikitext103-small", vocab_size=len(table), hidden_size=table.shape[1], num_hidden_layers=layers,
         intermediate_size=len(found["model.layers.0.mlp.up_proj.weight"]), adaptive_cutoffs=ends,
         tie_word_embeddings=is_tied, max_position_embeddings=256 if length is None else length, positions_from="end",
-        variance_scale=1.0 if attention["attention"] == "softmax" else [1.0, 1.0 / 3.0], **attention,
+        variance_scale=1.0 if attention["attention"] == "softmax" else [1.0, 1.0 / 3.0], activation_dropout=0.1,
+        **attention,
     )  # fmt: skip
     return _fill(MGKForCausalLM, config, found)
 
