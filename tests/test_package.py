@@ -83,6 +83,7 @@ COMMANDS = {
     r"python benchmarks/compile_ahead\.py": "test_kernels_are_compiled_ahead",
     r"python tests/transformers_suite .*": "test_the_suite_of_a_small_checkout",
     r"mgk generate .*": "test_language_model_example_learns",
+    r"mgk import .*": "test_mgk_import",
     r"mgk demo( .*)?": "test_a_short_demo",
     r"mgk recipes( \S+)?": "test_recipes",
     r"mgk train [^-]*(--attention \S+ --heads \d+|--row \S+)?( \S+=\S+)*( --data \S+)?": "test_train_with_changes",

@@ -41,6 +41,12 @@ from mgk.models import ARCHITECTURES, MGKConfig, MGKModel, architecture
         ({"normalization": "length"}, "got None and 'length': they belong to linear, mlk, smlk"),
         ({"hidden_act": "gulu"}, "hidden_act must be an activation that transformers knows, got 'gulu'"),
         ({"positions": "relative"}, "'positions' expected one of"),
+        ({"positions_from": "end"}, "needs learned or sinusoidal positions of one text, got rotary positions"),
+        (
+            {"positions_from": "end", "positions": "sinusoidal", "is_encoder_decoder": True},
+            "needs learned or sinusoidal positions of one text, got translation",
+        ),
+        ({"pooling_length": 0}, "pooling_length must be at least 1, got 0"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got 0"),
         ({"num_components": 0}, "num_components must be at least 1, got 0"),
         ({"dropout": 1.0}, "dropout must lie in [0, 1), got 1.0"),

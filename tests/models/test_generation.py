@@ -4,10 +4,11 @@ import pytest
 import torch
 from cases import DEVICE
 from model_cases import GENERATIVE, make_inputs, make_model, seeded, values_checked
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.generation import GenerationConfig
 
 from mgk.nn import PRESETS
+from mgk.nn.presets import LINEAR_PRESETS
 
 CLOSE = {"rtol": 1e-8, "atol": 1e-8}
 VARIANTS = [
@@ -104,8 +105,10 @@ def test_a_state_does_not_grow(attention, implementation):
     cache.reorder_cache(torch.tensor([2, 0, 0], device=DEVICE))
     assert torch.equal(cache.layers[0].keys, before[[2, 0, 0]])
     cache.layers[0].crop(0)
-    with pytest.raises(ValueError, match="cannot forget tokens, got -1 to remove"):
+    with pytest.raises(ValueError, match="cannot forget tokens, got 1 to remove"):
         cache.layers[0].crop(-1)
+    with pytest.raises(ValueError, match="cannot forget tokens, got 3 of 50 to keep"):
+        cache.layers[0].crop(3)
     with pytest.raises(TypeError, match="keeps a state, got keys and values to keep"):
         cache.update(before, before, 0)
     cache.layers[1].batch_repeat_interleave(2)
@@ -208,7 +211,63 @@ def test_padding_on_either_side_changes_no_continuation(attention, kind, beams):
         torch.testing.assert_close(model.generate(inputs_embeds=embeds, attention_mask=mask, **settings), alone)
 
 
-@pytest.mark.parametrize("attention", ["mgk", "smgk"])
+def never(*args, **kwargs):
+    raise AssertionError("generation began")
+
+
+@pytest.mark.parametrize("kind", ["modern", "translation"])
+@pytest.mark.parametrize("attention", LINEAR_PRESETS)
+def test_linear_attention_refuses_assisted_decoding_at_once(attention, kind, monkeypatch):
+    """Prompt lookup and an assistant, before any token is computed; a linear assistant of another model likewise."""
+    model, other = make_model(kind, attention), make_model(kind, "smgk")
+    inputs = make_inputs(kind, batch=1)
+    inputs.pop("decoder_input_ids", None)
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 1}
+    monkeypatch.setattr(model.model, "forward", never)
+    for way in ({"prompt_lookup_num_tokens": 2}, {"assistant_model": other}):
+        with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+            model.generate(**inputs, **settings, **way)
+    with pytest.raises(ValueError, match=r"assistant .* must be able to take tokens back, got .*, a stateful model"):
+        other.generate(**inputs, **settings, assistant_model=model)
+
+
+def test_linear_attention_is_no_assistant_of_a_model_of_transformers():
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=61, **shape)).to(DEVICE).eval()
+    tokens = make_inputs("modern", batch=1)["input_ids"]
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 1}
+    with pytest.raises(ValueError, match="must be able to take tokens back, got MGKForCausalLM, a stateful model"):
+        llama.generate(tokens, **settings, assistant_model=make_model("modern", "mlk", dtype=torch.float32))
+    expected = llama.generate(tokens, **settings)
+    assistant = make_model("modern", "smgk", dtype=torch.float32)
+    assert torch.equal(llama.generate(tokens, **settings, assistant_model=assistant), expected)
+
+
+@pytest.mark.parametrize("attention", ["softmax", "mgk", "smgk"])
+def test_attention_maps_of_a_static_cache_have_one_width(attention):
+    """That of its slots, in the prompt and afterwards, as Llama has it; and they are those of a dynamic cache."""
+    model = make_model("modern", attention)
+    inputs = make_inputs("modern", padding_side="left")
+    settings = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True}
+    static, dynamic = (
+        model.generate(**inputs, **settings, output_attentions=True, cache_implementation=kind, disable_compile=True)
+        for kind in ("static", "dynamic")
+    )
+    slots = static.past_key_values.get_max_length()
+    for step, (got, expected) in enumerate(zip(static.attentions, dynamic.attentions, strict=True)):
+        for layer, exact in zip(got, expected, strict=True):
+            assert layer.shape == (3, 4, 9 if step == 0 else 1, slots)
+            torch.testing.assert_close(layer[..., : exact.shape[-1]], exact, **CLOSE)
+            assert (layer[..., exact.shape[-1] :] == 0).all()
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    llama = LlamaForCausalLM._from_config(LlamaConfig(vocab_size=61, **shape), attn_implementation="eager").to(DEVICE)
+    theirs = llama.generate(
+        **inputs, **settings, output_attentions=True, cache_implementation="static", disable_compile=True
+    )
+    assert [step[0].shape[2:] for step in theirs.attentions] == [step[0].shape[2:] for step in static.attentions]
+
+
+@pytest.mark.parametrize("attention", ["softmax", "mgk", "smgk"])
 def test_other_ways_to_generate(attention):
     """Assisted by a small model or by the prompt, in chunks, from where a cache ends: always the greedy tokens."""
     model = make_model("modern", attention)

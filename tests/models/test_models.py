@@ -20,7 +20,14 @@ from transformers import (
 )
 
 import mgk
-from mgk.models import MGKConfig, MGKForCausalLM, MGKForSeq2SeqLM, MGKForSequenceClassification, MGKModel
+from mgk.models import (
+    MGKConfig,
+    MGKForCausalLM,
+    MGKForSeq2SeqLM,
+    MGKForSequenceClassification,
+    MGKModel,
+    MGKSeq2SeqModel,
+)
 from mgk.nn import PRESETS
 from mgk.nn.presets import SOFTMAX_PRESETS
 
@@ -163,7 +170,7 @@ def test_what_is_saved_continues(kind, attention, tmp_path):
     model = make_model(kind, attention, variance_scale=1.0 if attention == "softmax" else [1.0, 3.0])
     inputs = make_inputs(kind, padding_side="right")
     model.save_pretrained(tmp_path)
-    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".py", ".safetensors"}
     loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64).to(DEVICE)
     assert torch.equal(run(loaded, inputs), run(model, inputs))
     for each in (model, loaded):
@@ -187,8 +194,12 @@ def test_auto_classes(kind, auto, tmp_path):
     loaded = auto.from_pretrained(tmp_path, dtype=torch.float64).to(DEVICE)
     assert type(loaded) is type(model)
     assert torch.equal(run(loaded, make_inputs(kind)), run(model, make_inputs(kind)))
-    if kind != "translation":
-        assert type(AutoModel.from_pretrained(tmp_path)) is MGKModel
+    trunk = AutoModel.from_pretrained(tmp_path, dtype=torch.float64).to(DEVICE)
+    assert type(trunk) is type(AutoModel.from_config(model.config))
+    assert type(trunk) is (MGKSeq2SeqModel if kind == "translation" else MGKModel)
+    with torch.no_grad():
+        got, expected = (each(**make_inputs(kind)).last_hidden_state for each in (trunk, model.model))
+    assert torch.equal(got, expected)
 
 
 def test_damaged_and_foreign_files_are_refused(tmp_path):
@@ -610,6 +621,59 @@ def test_lora(kind, tmp_path):
     fresh = peft.PeftModel.from_pretrained(make_model(kind, "mgk"), tmp_path).to(DEVICE)
     torch.testing.assert_close(run(fresh, inputs), tuned, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(run(adapted.merge_and_unload(), inputs), tuned, **CLOSE)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("attention", ["softmax", "mgk", "smgk"])
+def test_prefix_tuning(attention, kv_heads):
+    """PEFT puts one key and one value for each virtual token into a cache; M projected keys all take that one."""
+    peft = pytest.importorskip("peft")
+    model = make_model("modern", attention, num_key_value_heads=kv_heads)
+    inputs = make_inputs("modern", padding_side="left")
+    adapted = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5))
+    out = adapted(**inputs, labels=inputs["input_ids"])
+    out.loss.backward()
+    assert [name for name, p in adapted.named_parameters() if p.grad is not None] == [
+        "prompt_encoder.default.embedding.weight"
+    ]
+    # The same by hand: a cache in our own layout, and a mask that shows it.
+    copies = 2 if attention == "mgk" else 1
+    prefix = adapted.get_prompt(3)
+    cache = DynamicCache([(layer.keys.repeat(1, 1, 1, copies), layer.values) for layer in prefix.layers])
+    mask = torch.cat([torch.ones(3, 5, dtype=torch.long, device=DEVICE), inputs["attention_mask"]], dim=1)
+    with torch.no_grad():
+        expected = model(inputs["input_ids"], attention_mask=mask, past_key_values=cache).logits
+    torch.testing.assert_close(out.logits, expected, **CLOSE)
+    written = adapted.generate(**inputs, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=1)
+    assert written.shape == (3, 13)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_prefix_tuning_of_translation():
+    peft = pytest.importorskip("peft")
+    model = make_model("translation", "mgk", decoder_layers=2)
+    inputs = make_inputs("translation", padding_side="right")
+    adapted = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=5))
+    adapted(**inputs, labels=make_labels("translation", inputs)).loss.backward()
+    inputs.pop("decoder_input_ids")
+    written = adapted.generate(**inputs, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert written.shape == (3, 5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_prefixes_that_no_layer_can_take_are_refused():
+    peft = pytest.importorskip("peft")
+    inputs = make_inputs("modern")
+    prefix = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 5}
+    adapted = peft.get_peft_model(make_model("modern", "mlk"), peft.PrefixTuningConfig(**prefix))
+    with pytest.raises(ValueError, match="past_key_values must hold states of linear attention, got a DynamicLayer"):
+        adapted(**inputs)
+    keys = torch.zeros(3, 4, 5, 6, dtype=torch.float64, device=DEVICE)
+    cache = DynamicCache([(keys, keys)] * 2)
+    mask = torch.ones(3, 14, dtype=torch.long, device=DEVICE)
+    with pytest.raises(ValueError, match="must hold keys of width 16, or 8 for all components alike, got 6"):
+        make_model("modern", "mgk")(inputs["input_ids"], attention_mask=mask, past_key_values=cache)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -245,7 +245,7 @@ def test_every_flipped_bit_is_found(tmp_path, corpus, flips):
     (folder,) = checkpoint.candidates(tmp_path / CHECKPOINTS, STEP)
     generator = random.Random(flips)
     paths = sorted(folder.iterdir())
-    assert len(paths) == 5
+    assert len(paths) == 6
     for path in paths:
         content = bytearray(path.read_bytes())
         for _ in range(flips // len(paths)):

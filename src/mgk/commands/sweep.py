@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import mgk.recipes
-from mgk.commands.training import default_run, run, show_metric, write_copy
+from mgk.commands.training import default_run, run, show_metric, train_command, write_copy
 from mgk.training import result
 from mgk.training.agreement import record_of, run_differences
 from mgk.training.configuration import RunConfig
@@ -75,7 +75,10 @@ def run_sweep(
             found = _finished(place, config, device)
             say(f"[{number}/{len(cells)}] {title}: {'done before' if found else place}")
             if found is None:
-                found = run(config, place, source=source, resume="auto", device=device, results=results)
+                command = train_command(name, [*changes, f"seed={config.seed}", "--row", config.row])
+                found = run(
+                    config, place, source=source, resume="auto", device=device, results=results, command=command
+                )
             elif results is not None:
                 write_copy(results, found)
             sweep.results.setdefault(config.row, []).append(found)

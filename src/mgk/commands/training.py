@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,11 +92,18 @@ def train(
         if model:
             raise ValueError("--row must stand alone, got --attention or --heads as well")
     config = chosen.config(row, [*model, *(changes or [])])
+    named = {"--attention": attention, "--heads": heads, "--row": row}
+    options = [part for name, value in named.items() if value is not None for part in (name, str(value))]
     place = default_run(config) if folder is None else folder
     run(
         config, place, source=source, resume=_parse_resume(resume), device=device, devices=devices, nodes=nodes,
-        strategy=strategy, results=results,
+        strategy=strategy, results=results, command=train_command(recipe, [*(changes or []), *options]),
     )  # fmt: skip
+
+
+def train_command(recipe: str, arguments: Sequence[str]) -> str:
+    """What one types to make a run again; where its files lie is everybody's own business."""
+    return shlex.join(["mgk", "train", recipe, *arguments])
 
 
 def run(
@@ -108,8 +117,9 @@ def run(
     nodes: int = 1,
     strategy: str = "auto",
     results: Path | None = None,
+    command: str | None = None,
 ) -> dict[str, Any]:
-    """Launch, prepare the data, train, print the result."""
+    """Launch, prepare the data, train, print the result. ``command`` is what the card of the model says made it."""
     from mgk.training.corpora import open_or_prepare
     from mgk.training.distributed import build_fabric, on_first_rank
     from mgk.training.run import fit
@@ -121,7 +131,7 @@ def run(
     # One rank prepares, the others find it there.
     on_first_rank(fabric, lambda: open_or_prepare(config.data, source=source, progress=bar(console)))
     corpus = open_or_prepare(config.data, source=source)
-    found = fit(config, folder, corpus, fabric, resume=resume, display=Display(console=console))
+    found = fit(config, folder, corpus, fabric, resume=resume, display=Display(console=console), command=command)
     if fabric.is_global_zero:
         if results is not None:
             write_copy(results, found)

@@ -16,6 +16,7 @@ from mgk.models.configuration import MGKConfig
 from mgk.models.matcher import MGKForSequencePairClassification
 from mgk.models.model import MGKModel
 from mgk.models.pretrained import MGKPreTrainedModel
+from mgk.models.published import import_checkpoint
 from mgk.models.seq2seq import MGKForSeq2SeqLM, MGKSeq2SeqModel
 from mgk.models.tokenizer import check_tokenizer, fingerprint
 
@@ -39,4 +40,5 @@ __all__ = [
     "architecture",
     "check_tokenizer",
     "fingerprint",
+    "import_checkpoint",
 ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
@@ -76,6 +78,7 @@ class MGKAttention(MixtureAttention):
         query = self.project_query(hidden_states)
         if rotation is not None:
             query = rotation(query)
+        slots: int | None = None
         if self.is_cross:
             keys, value = self._context_keys(context, cache)
         else:
@@ -90,16 +93,23 @@ class MGKAttention(MixtureAttention):
             if self.feature_map is not None and cache is not None:
                 return self.attend_to_state(query, keys, value, visibility, cache, output_attentions)
             if cache is not None:
+                self._widen_prefix(cache, keys.shape[-1])
                 keys, value = cache.update(keys, value, self.layer_idx)
+                slots = keys.shape[2]
                 # A static cache gives all its slots.
                 keys, value = keys[:, :, : visibility.length], value[:, :, : visibility.length]
-        return self.attend(
+        out, weights = self.attend(
             query, self._unpack(keys), value, shift=self.keys.shift if self._adds_shifts_late else None,
             key_mask=visibility.key_mask, query_mask=visibility.query_mask,
             attn_mask=visibility.attn_mask if self.feature_map is None or visibility.is_pairwise else None,
             is_causal=visibility.is_causal, is_self_attention=not self.is_cross, need_weights=output_attentions,
             cu_seqlens=visibility.cu_seqlens, cu_seqlens_k=visibility.cu_seqlens_k,
         )  # fmt: skip
+        if weights is not None and slots is not None and slots > weights.shape[-1]:
+            # Every step of generation shows weights of one width, those of the prompt too. (Padding by nothing would
+            # copy them, and what the output was computed from would no longer be what is shown.)
+            weights = F.pad(weights, (0, slots - weights.shape[-1]))
+        return out, weights
 
     def attend_to_state(
         self,
@@ -138,6 +148,21 @@ class MGKAttention(MixtureAttention):
         packed = key if key.ndim == 4 else key.transpose(2, 3).flatten(3)
         return packed, self.project_value(hidden_states)
 
+    def _widen_prefix(self, cache: Cache, width: int) -> None:
+        """Prefix tuning fills a cache with one key for each token: all components then share it."""
+        layer = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
+        if layer is None or not getattr(layer, "is_initialized", False) or layer.keys is None:
+            return
+        held = layer.keys.shape[-1]
+        if layer.keys.numel() == 0 or held == width:
+            return
+        if held != self.head_dim:
+            raise ValueError(
+                f"past_key_values must hold keys of width {width}, or {self.head_dim} for all components alike, "
+                f"got {held}"
+            )
+        layer.keys = layer.keys.repeat(1, 1, 1, self.num_components)
+
     def _context_keys(self, context: Tensor | None, cache: Cache | None) -> tuple[Tensor, Tensor]:
         """The encoder's keys and values: projected once, then kept."""
         # A static cache may have more slots than the source has tokens.
@@ -160,6 +185,11 @@ class MGKAttention(MixtureAttention):
         if self._adds_shifts_late:
             return packed
         return packed.unflatten(-1, (self.num_components, self.head_dim)).transpose(2, 3)
+
+    def bytes_per_cached_token(self, dtype: torch.dtype) -> int:
+        """What one token takes in a cache, where the attention is not linear and keeps tokens."""
+        keys = 1 if self._adds_shifts_late else self.num_components
+        return self.num_kv_heads * (keys + 1) * self.head_dim * dtype.itemsize
 
     @property
     def _adds_shifts_late(self) -> bool:

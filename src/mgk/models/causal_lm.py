@@ -5,13 +5,13 @@ from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from mgk.models.adaptive_softmax import AdaptiveSoftmax
 from mgk.models.configuration import MGKConfig
+from mgk.models.generation import MGKGenerationMixin
 from mgk.models.loss import IGNORED, check_labels, cross_entropy, mean_loss, shifted_labels
 from mgk.models.model import MGKModel
 from mgk.models.pretrained import ForwardOptions, MGKPreTrainedModel
@@ -23,7 +23,7 @@ class CausalLMOptions(ForwardOptions, total=False):
     shift_labels: Tensor
 
 
-class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
+class MGKForCausalLM(MGKPreTrainedModel, MGKGenerationMixin):
     """A causal stack that predicts the next token, with a plain or an adaptive softmax, and ``generate``."""
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -41,6 +41,8 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         else:
             self.lm_head = AdaptiveSoftmax(config.hidden_size, config.vocab_size, config.adaptive_cutoffs)
+        if config.positions_from == "end" and self.generation_config is not None:
+            self.generation_config.use_cache = False
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module | None:
@@ -103,6 +105,12 @@ class MGKForCausalLM(MGKPreTrainedModel, GenerationMixin):
         if pad is None or pad in (end if isinstance(end, list) else [end]):
             return None
         return (prompts != pad).long()
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Any:
+        """transformers counts from the start; positions from the end are left to :meth:`MGKModel.forward`."""
+        if self.config.positions_from == "end":
+            return None
+        return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
 
     @can_return_tuple
     def forward(

@@ -5,6 +5,7 @@ import copy
 import difflib
 import functools
 import math
+import os
 from dataclasses import fields
 from typing import Any, ClassVar, Literal
 
@@ -13,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from mgk.models.remote_code import auto_map, write_module
 from mgk.nn.presets import LINEAR_PRESETS, PRESETS, SOFTMAX_PRESETS
 from mgk.ops.feature_maps import NAMES as FEATURE_MAPS
 
@@ -116,6 +118,9 @@ class MGKConfig(PreTrainedConfig):
     frequencies and their scaling as transformers writes them."""
     max_position_embeddings: int = 2048
     """Length of the table of learned positions; for the others the length the model is meant for."""
+    positions_from: Literal["start", "end"] = "start"
+    """Where learned or sinusoidal positions are counted from: the first token, or back from the last, as the released
+    language models have it. Then the next token moves all positions, and nothing can be cached."""
     scale_embeddings: bool = False
     """Multiply token embeddings by ``sqrt(hidden_size)``."""
 
@@ -189,6 +194,16 @@ class MGKConfig(PreTrainedConfig):
                 raise ValueError(f"MGKConfig has no key {key!r}: see the fields of mgk.models.MGKConfig")
         if isinstance(keys.get("num_labels"), bool):
             raise ValueError(f"num_labels must be a number, got {keys['num_labels']}")
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
+        """As in transformers, with what ``trust_remote_code=True`` needs where nobody has imported ``mgk.models``."""
+        self.auto_map = auto_map(self.is_encoder_decoder, self.architectures)
+        write_module(save_directory)
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing to do: :meth:`save_pretrained` writes what loading needs."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -271,6 +286,10 @@ class MGKConfig(PreTrainedConfig):
                 raise ValueError(f"partial_rotary_factor must be 1, got {rope['partial_rotary_factor']}")
         if self.positions == "sinusoidal" and self.hidden_size % 2 != 0:
             raise ValueError(f"positions='sinusoidal' needs an even hidden_size, got {self.hidden_size}")
+        if self.positions_from == "end":
+            kind = "translation" if self.is_encoder_decoder else f"{self.positions} positions"
+            if kind not in ("learned positions", "sinusoidal positions"):
+                raise ValueError(f"positions_from='end' needs learned or sinusoidal positions of one text, got {kind}")
         cutoffs = self.adaptive_cutoffs
         if cutoffs is not None and (
             len(cutoffs) == 0 or [0, *cutoffs, self.vocab_size] != sorted({0, *cutoffs, self.vocab_size})

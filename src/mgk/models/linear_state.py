@@ -91,7 +91,13 @@ class LinearState(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """A sum does not give back what was added to it."""
         if tokens_to_remove != 0:
-            raise ValueError(f"a state of linear attention cannot forget tokens, got {tokens_to_remove} to remove")
+            raise ValueError(f"a state of linear attention cannot forget tokens, got {self._counted(tokens_to_remove)}")
+
+    def _counted(self, tokens_to_remove: int) -> str:
+        """In words what transformers asks for: below zero so many less, above zero so many in all."""
+        if tokens_to_remove > 0:
+            return f"{tokens_to_remove} of {int(self.get_seq_length())} to keep"
+        return f"{-tokens_to_remove} to remove"
 
     def _replace(self, state: Tensor) -> None:
         if self.slots is not None and self.keys is not None and state.shape == self.keys.shape:

@@ -66,6 +66,20 @@ class MGKModel(MGKPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers. ``AutoModel`` comes here with every configuration, those of translation too."""
+        if cls is MGKModel and getattr(kwargs.get("config"), "is_encoder_decoder", False):
+            return _seq2seq_model().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+
+    @classmethod
+    def _from_config(cls, config: MGKConfig, **kwargs: Any) -> Any:
+        """What ``AutoModel.from_config`` calls."""
+        if cls is MGKModel and config.is_encoder_decoder:
+            return _seq2seq_model()._from_config(config, **kwargs)
+        return super()._from_config(config, **kwargs)
+
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -125,6 +139,12 @@ class MGKModel(MGKPreTrainedModel):
             output_attentions = bool(self.config.output_attentions)
         if not self.is_causal:
             past_key_values = None
+        elif self.config.positions_from == "end":
+            if past_key_values is not None:
+                raise ValueError(
+                    "positions that are counted from the end change with every token, so nothing can be cached, "
+                    "got past_key_values: generate with use_cache=False"
+                )
         elif use_cache and past_key_values is None and cu_seq_lens_q is None and self.config.normalization == "sum":
             past_key_values = DynamicCache(config=self.config)
 
@@ -134,7 +154,9 @@ class MGKModel(MGKPreTrainedModel):
                 self.is_causal,
             )  # fmt: skip
             if position_ids is None:
-                position_ids = packed_positions(cu_seq_lens_q, num_queries)
+                position_ids = packed_positions(
+                    cu_seq_lens_q, num_queries, from_end=self.config.positions_from == "end"
+                )
         else:
             visibility = self_visibility(
                 attention_mask, position_ids, past_key_values, batch_size, num_queries, self.is_causal
@@ -142,6 +164,8 @@ class MGKModel(MGKPreTrainedModel):
         if position_ids is None:
             past = past_length(past_key_values)
             position_ids = token_positions(attention_mask, past, num_queries, inputs_embeds.device)
+            if self.config.positions_from == "end":
+                position_ids = position_ids.amax(dim=-1, keepdim=True) - position_ids
         hidden_states = inputs_embeds * self.embedding_scale
         if self.embed_positions is not None:
             hidden_states = hidden_states + self.embed_positions(position_ids).to(hidden_states.dtype)
@@ -165,3 +189,10 @@ class MGKModel(MGKPreTrainedModel):
         return BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values
         )
+
+
+def _seq2seq_model() -> type[MGKPreTrainedModel]:
+    # It is made of the model here.
+    from mgk.models.seq2seq import MGKSeq2SeqModel
+
+    return MGKSeq2SeqModel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -14,6 +15,10 @@ from transformers.cache_utils import Cache
 
 from mgk.models.adaptive_softmax import AdaptiveSoftmax
 from mgk.models.attention import BACKENDS, MGKAttention
+from mgk.models.card import build as build_card
+from mgk.models.card import licence
+from mgk.models.card import metadata as card_metadata
+from mgk.models.card import write as write_card
 from mgk.models.configuration import MGKConfig
 from mgk.models.layer import MGKLayer
 from mgk.models.visibility import pad_to_slots
@@ -55,6 +60,8 @@ class MGKPreTrainedModel(PreTrainedModel):
         # Again: fields may have been changed since, by hand or by `from_pretrained(..., dropout=7.0)`.
         config.validate()
         super().__init__(config, *args, **kwargs)
+        # What transformers asks before it tries tokens that it may have to take back.
+        self._is_stateful = PRESETS[config.attention].feature_map is not None
         if PRESETS[config.attention].prior == "em":
             # A running mean kept in half precision stops moving.
             self._keep_in_fp32_modules_strict = {"prior"}
@@ -64,6 +71,13 @@ class MGKPreTrainedModel(PreTrainedModel):
         if PRESETS[self.config.attention].feature_map is not None:
             return None
         return super()._get_static_cache_init_shape()
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """transformers calls this after ``trust_remote_code=True``, and would then save copies of our source files.
+
+        The configuration writes what loading needs: see :mod:`mgk.models.remote_code`.
+        """
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -89,6 +103,15 @@ class MGKPreTrainedModel(PreTrainedModel):
             found = ", ".join(sorted(info["unexpected_keys"])[:3]) or "nothing"
             raise ValueError(f"{where} must hold the weights of {cls.__name__}, got {found}")
         return model
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        """As in transformers, with a README.md that says what is known of the model, unless you have written one."""
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        # Of a model with adapters transformers saves the adapters alone; and what is pushed has a card of its own.
+        if is_main_process and not getattr(self, "_hf_peft_config_loaded", False) and os.path.isdir(save_directory):
+            write_card(build_card(self, card_metadata(self), [("Licence", licence())]), save_directory)
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """transformers asks here what to make of ``attn_implementation``."""

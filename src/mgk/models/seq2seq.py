@@ -5,7 +5,6 @@ from typing import Any, ClassVar, Unpack
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationMixin
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.utils import ModelOutput
@@ -14,6 +13,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from mgk.models.attention import MGKAttention
 from mgk.models.configuration import MGKConfig
+from mgk.models.generation import MGKGenerationMixin
 from mgk.models.layer import MGKLayer
 from mgk.models.loss import IGNORED, cross_entropy
 from mgk.models.model import MGKModel
@@ -132,7 +132,7 @@ class MGKSeq2SeqModel(MGKPreTrainedModel):
         )
 
 
-class MGKForSeq2SeqLM(MGKPreTrainedModel, GenerationMixin):
+class MGKForSeq2SeqLM(MGKPreTrainedModel, MGKGenerationMixin):
     """The translation model: encoder, decoder and a softmax over the target's vocabulary, and ``generate``."""
 
     def __init__(self, config: MGKConfig) -> None:

@@ -136,10 +136,12 @@ def packed_visibility(
     return Visibility(is_causal=is_causal, cu_seqlens=cu_seqlens)
 
 
-def packed_positions(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """``[1, T]``: tokens counted from the first of their sequence."""
-    start = cu_seqlens[:-1].long()[sequence_of_tokens(cu_seqlens, num_tokens)]
-    return (torch.arange(num_tokens, device=cu_seqlens.device) - start)[None]
+def packed_positions(cu_seqlens: Tensor, num_tokens: int, *, from_end: bool = False) -> Tensor:
+    """``[1, T]``: tokens counted from the first of their sequence, or back from the last."""
+    sequence, token = sequence_of_tokens(cu_seqlens, num_tokens), torch.arange(num_tokens, device=cu_seqlens.device)
+    if from_end:
+        return (cu_seqlens[1:].long()[sequence] - 1 - token)[None]
+    return (token - cu_seqlens[:-1].long()[sequence])[None]
 
 
 def _packed_pairs(position_ids: Tensor) -> Tensor | None:

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder::
 
-    step-00001500/  manifest.json  config.json  model.safetensors  optimizer.safetensors  random.safetensors
+    step-00001500/  manifest.json  config.json  modeling_mgk.py
+                    model.safetensors  optimizer.safetensors  random.safetensors
 
 It is written under another name, every file and the folder are flushed to the disk, and then it is renamed: a process
 that dies at any moment leaves the old checkpoints and perhaps a stray ``.writing-*``, which the next run removes. The

@@ -12,7 +12,7 @@ from lightning.fabric import Fabric
 
 from mgk.data import baselines
 from mgk.data.store import Corpus
-from mgk.training import checkpoint, result
+from mgk.training import card, checkpoint, result
 from mgk.training.configuration import RunConfig, to_mapping
 from mgk.training.distributed import on_first_rank
 from mgk.training.lock import RunLock
@@ -32,6 +32,7 @@ def fit(
     *,
     resume: Resume = "auto",
     display: Display | None = None,
+    command: str | None = None,
 ) -> dict[str, Any]:
     """Make a run from beginning to end, or from where it is: train, choose the best, test it, write the result.
 
@@ -44,6 +45,7 @@ def fit(
         fabric: launched.
         resume: see :class:`Trainer`.
         display: shows how far it is.
+        command: what the user typed, for the card of the model.
 
     Returns:
         What stands in ``result.json``.
@@ -66,7 +68,7 @@ def fit(
         try:
             for _ in trainer.steps():
                 pass
-            return finish(trainer)
+            return finish(trainer, command)
         except Interrupted:
             if fabric.is_global_zero:
                 how = "the same command" if resume == "auto" else "--resume auto"
@@ -75,8 +77,8 @@ def fit(
             raise SystemExit(143 if stop.signal is None else stop.exit_code) from None
 
 
-def finish(trainer: Trainer) -> dict[str, Any]:
-    """Test the best model of a finished run, and write ``result.json``."""
+def finish(trainer: Trainer, command: str | None = None) -> dict[str, Any]:
+    """Test the best model of a finished run, and write ``result.json`` and the card beside the model."""
     best = trainer.load_best()
     tested, items = trainer.test("test")
     state, corpus = trainer.state, trainer.task.corpus
@@ -100,6 +102,7 @@ def finish(trainer: Trainer) -> dict[str, Any]:
     )
     if trainer.fabric.is_global_zero:
         result.write(trainer.folder / result.RESULT, found)
+        card.write(best.folder, trainer.model, found, command)
     return found
 
 

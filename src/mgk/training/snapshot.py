@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from mgk.models.card import FILE as CARD
 from mgk.training.agreement import run_differences, was_packed
 from mgk.training.checkpoint import Checkpoint, Write
 from mgk.training.configuration import RunConfig
@@ -38,6 +39,8 @@ def take_weights(model: PreTrainedModel) -> Write:
     def write(folder: Path) -> None:
         with _no_progress_bar():
             model.save_pretrained(folder, state_dict=weights)
+        # A manifest lists what must not change; the card is written when there is something to say.
+        (folder / CARD).unlink()
 
     return write
 

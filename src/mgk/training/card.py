@@ -1,0 +1,99 @@
+"""The README.md of a finished run, beside its best model: data, metrics, recipe, command, configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import EvalResult
+from transformers import PreTrainedModel
+
+from mgk.data.registry import KINDS
+from mgk.models import card
+
+# What the Hub calls the tasks.
+TASKS = {
+    "classification": "text-classification",
+    "pairs": "text-classification",
+    "language": "text-generation",
+    "translation": "translation",
+}
+
+
+def write(folder: Path, model: PreTrainedModel, found: Mapping[str, Any], command: str | None) -> None:
+    """Put a card into the folder of a run's best model, unless a person has written one.
+
+    Args:
+        folder: of the model.
+        model: the best one.
+        found: the result of the run.
+        command: that made it; ``None`` where no command did.
+    """
+    data = card.metadata(model)
+    data.model_name = f"{found['recipe']} {found['row']}"
+    data.eval_results = evaluations(found)
+    data.pipeline_tag = TASKS[found["config"]["task"]]
+    card.write(card.build(model, data, sections(found, command)), folder)
+
+
+def evaluations(found: Mapping[str, Any]) -> list[EvalResult]:
+    """Every metric of a result, with the fingerprint of the data as its revision and the seed of the run."""
+    corpus = found["corpus"]
+    return [
+        EvalResult(
+            task_type=TASKS[found["config"]["task"]], dataset_type=corpus["name"], dataset_name=_title(corpus["name"]),
+            dataset_split=split, dataset_revision=corpus["fingerprint"], metric_type=name, metric_value=value,
+            metric_name=f"{split} {name}", metric_args={"seed": found["seed"]},
+        )
+        for split, metrics in found["metrics"].items()
+        for name, value in metrics.items()
+        # The Hub reads JSON, which has no other numbers.
+        if name != "count" and math.isfinite(value)
+    ]  # fmt: skip
+
+
+def sections(found: Mapping[str, Any], command: str | None) -> list[tuple[str, str]]:
+    """What a run tells of a model besides what the model itself does."""
+    corpus, config = found["corpus"], found["config"]
+    origin = KINDS[corpus["name"]].origin if corpus["name"] in KINDS else ""
+    about = [
+        ("task", config["task"]), ("corpus", f"`{corpus['name']}`: {_title(corpus['name'])}"), ("raw files", origin),
+        ("fingerprint of the prepared data", f"`{corpus['fingerprint']}`"),
+    ]  # fmt: skip
+    metrics = [
+        [split, name, f"{value:.6g}", f"{found['seed']}"]
+        for split, values in found["metrics"].items()
+        for name, value in values.items()
+    ]
+    metrics += [["test", f"without a transformer: {name}", f"{value:.6g}", ""] for name, value in _numbers(found)]
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    run = [
+        ("recipe", f"`{found['recipe']}`"), ("row", f"`{found['row']}`"), ("seed", f"{found['seed']}"),
+        ("best step", f"{found['best_step']:,} of {found['steps']:,}"), ("tokens read", f"{found['tokens']:,}"),
+        ("device", f"{found['ranks']} x {found['device']}, {found['precision']}"), ("versions", versions),
+    ]  # fmt: skip
+    made = f"```bash\n{command}\n```" if command else "It was trained from Python, with `mgk.training.fit`."
+    settings = yaml.safe_dump(dict(config), sort_keys=False).rstrip()
+    return [
+        ("Data", _table(["", ""], [[name, value] for name, value in about if value])),
+        ("Results", _table(["split", "metric", "value", "seed"], metrics)),
+        ("Training", f"{_table(['', ''], [list(row) for row in run])}\n\n{made}"),
+        ("Configuration", f"```yaml\n{settings}\n```"),
+        ("Licence", f"{card.licence()} The data has a licence of its own."),
+    ]
+
+
+def _numbers(found: Mapping[str, Any]) -> list[tuple[str, float]]:
+    return [(name, value) for name, value in found["baselines"].items() if isinstance(value, (int, float))]
+
+
+def _title(corpus: str) -> str:
+    return KINDS[corpus].title if corpus in KINDS else corpus
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
