@@ -143,8 +143,22 @@ class Display:
         self._begun[row] = time.monotonic(), done
         return row
 
-    def update(self, row: TaskID, done: int, total: int, says: str, *, always: bool = False) -> None:
-        """Move a row. Without a terminal this is a line every now and then, and where ``always``."""
+    def update(
+        self,
+        row: TaskID,
+        done: int,
+        total: int,
+        says: str,
+        *,
+        always: bool = False,
+        loss: float | None = None,
+        best: float | None = None,
+    ) -> None:
+        """Move a row. Without a terminal this is a line every now and then, and where ``always``.
+
+        ``loss`` and ``best``, the score of the best validation, are in ``says`` for people; here they are for whoever
+        keeps them as numbers, as :class:`mgk.training.status.StatusDisplay` does.
+        """
         self._bars.update(row, completed=done, says=says)
         now = time.monotonic()
         if not self._is_live and not self.quiet and (always or now - self._last.get(row, 0.0) >= self.every):
@@ -152,6 +166,9 @@ class Display:
             begun, first = self._begun[row]
             left = datetime.timedelta(seconds=round((now - begun) / max(done - first, 1) * (total - done)))
             self.say(f"{self._names[row]}: step {done:,} of {total:,}, {says}, {left} left")
+
+    def saved(self, seconds: float) -> None:
+        """Hear how long a checkpoint took to write: for whoever has to stop in time."""
 
     def say(self, text: str) -> None:
         """One line for people."""
