@@ -1,0 +1,77 @@
+"""How many cells fit on the device at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from mgk.commands.sweep.cell import Cell
+from mgk.training.status import Status
+
+SHARE = 0.92
+"""Of the memory of a GPU may be given away."""
+CONTEXT = 2**30
+"""Bytes that a process holds on a GPU beside its tensors: the driver's context, kernels, recorded graphs."""
+UNTRIED = 1.5
+"""What a cell may yet grow by, until it has validated, with larger batches than it trains with."""
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Capacity:
+    """Whether there is room for one more cell.
+
+    A number of jobs is that number. ``None`` is as many as fit: on a CPU one for each core; on a GPU one, until that
+    has shown with its first steps how much memory it takes, and then as many as the memory holds, two cores for each,
+    since one thread launches kernels and another makes batches.
+    """
+
+    def __init__(self, jobs: int | None, *, is_on_gpu: bool) -> None:
+        self.is_measured = jobs is None and is_on_gpu
+        """Whether the memory decides."""
+        self.limit = jobs or (max(1, cores() // 2) if is_on_gpu else cores())
+        """The most at once."""
+        self._needs: dict[tuple[str, str], float] = {}
+
+    @property
+    def threads(self) -> int:
+        """What each process may have of the CPU."""
+        return max(1, cores() // self.limit)
+
+    def note(self, cell: Cell, status: Status) -> None:
+        """Learn what a cell takes."""
+        if status.memory is not None and status.step > status.first_step:
+            need = (CONTEXT + status.memory) * (UNTRIED if status.best is None else 1.0)
+            # A row that has validated needs what it took, the factor no more.
+            self._needs[cell.row] = need
+
+    def lower(self, running: int) -> None:
+        """Take one less than there were when memory ran out."""
+        self.limit = max(1, min(self.limit, running))
+
+    def has_room(self, cell: Cell, running: Sequence[tuple[Cell, Status | None]]) -> bool:
+        """Whether a cell may start beside those that run."""
+        if len(running) >= self.limit:
+            return False
+        if not self.is_measured or not running:
+            return True
+        sizes = [status.device_memory for _, status in running if status is not None and status.device_memory]
+        needs = [self._need(each) for each, _ in running]
+        own = self._need(cell)
+        if not sizes or own is None:
+            return False
+        # One that has yet to show what it takes may be anything.
+        known = [need for need in needs if need is not None]
+        return len(known) == len(needs) and sum(known) + own <= SHARE * sizes[0]
+
+    def _need(self, cell: Cell) -> float | None:
+        """What a cell takes, or the largest of its recipe, or twice the largest there is."""
+        if cell.row in self._needs:
+            return self._needs[cell.row]
+        recipe = [need for (name, _), need in self._needs.items() if name == cell.config.name]
+        if recipe:
+            return max(recipe)
+        return 2 * max(self._needs.values()) if self._needs else None
