@@ -201,14 +201,18 @@ def sweep(
         Console().print(table_of(found))
         raise typer.Exit(1 if found.failed else 0)
 
+    import torch
+
     from mgk.commands.processes.launcher import Launcher
 
     module = "mgk.commands.sweep.cell_process"
     compilers = max(2, (os.cpu_count() or 1) // (count or 4))
     # Else every cell would start as many as there are cores.
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", str(compilers))}
+    # Where models are compiled, the compiler takes a while to import as well.
+    compiler = ["torch._dynamo"] if device != "cpu" and torch.cuda.is_available() else []
     # First of all: while this process imports what it needs, the one that forks the cells does the same.
-    with Launcher(f"{module}:work", [module], environment=environment) as launcher:
+    with Launcher(f"{module}:work", [module, *compiler], environment=environment) as launcher:
         from mgk.commands.sweep.at_once import run_cells
         from mgk.commands.sweep.cell import cells_of
         from mgk.commands.sweep.in_turn import table_of

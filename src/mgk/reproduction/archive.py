@@ -102,7 +102,7 @@ def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
     """Who packed it, and where, is nobody's business."""
     member.uid = member.gid = 0
     member.uname = member.gname = ""
-    member.mode = 0o644
+    member.mode, member.mtime = 0o644, int(member.mtime)
     return member
 
 

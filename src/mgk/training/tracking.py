@@ -114,7 +114,7 @@ class Display:
 
     def __init__(self, *, quiet: bool = False, console: Console | None = None, every: float = 30.0) -> None:
         self.console = console or Console(stderr=True)
-        self.console.file = cast(IO[str], _Careless(self.console.file))
+        self.console.file = cast(IO[str], CarelessFile(self.console.file))
         self.quiet = quiet
         self.every = every
         self._is_live = self.console.is_terminal and not quiet
@@ -176,7 +176,7 @@ class Display:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-class _Careless:
+class CarelessFile:
     """A file for people to look at, whose errors are not worth a run. rich would end the program at a closed pipe."""
 
     def __init__(self, file: IO[str]) -> None:

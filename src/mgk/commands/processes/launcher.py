@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +20,10 @@ import mgk
 
 LOST = -signal.SIGKILL
 """What a child ended with whose server has died: it is killed, since nobody would hear of its end."""
+
+
+IMPORT_SECONDS = 300.0
+"""After which a server that has not said a word is given up."""
 
 
 class Child:
@@ -76,6 +82,7 @@ class Launcher:
         self._server: subprocess.Popen[bytes] | None = None
         self._requests = self._replies = -1
         self._text = b""
+        self._patience: float | None = None
         if fork and hasattr(os, "fork"):
             self._requests, self._replies = self._start_server()
 
@@ -104,6 +111,7 @@ class Launcher:
         if self.has_server:
             try:
                 _write_all(self._requests, json.dumps(request).encode() + b"\n")
+                self._patience = self._patience or time.monotonic() + IMPORT_SECONDS
                 return child
             except BrokenPipeError:
                 del self.children[child.number]
@@ -122,6 +130,9 @@ class Launcher:
             *lines, self._text = (self._text + piece).split(b"\n")
             for line in lines:
                 self._hear(json.loads(line))
+            self._patience = math.inf
+        if self.has_server and self._patience is not None and time.monotonic() > self._patience:
+            self.give_up_server()
         for number, process in list(self._interpreters.items()):
             code = process.poll()
             if code is not None:

@@ -125,6 +125,9 @@ def run_cells(
         )  # fmt: skip
         with table:
             scheduler.run()
+        left = sum(each.state in ("waiting", "stopped") for each in known)
+        if left:
+            table.say(f"{left} of {len(known)} cells are not done yet: the same command goes on from here")
         if archive is not None:
             archives.pack(archive, {name: path for each in _on_disk(known) for name, path in files_of(each).items()})
         if summary is not None:

@@ -34,6 +34,7 @@ class Capacity:
         """Whether the memory decides."""
         self.limit = jobs or (max(1, cores() // 2) if is_on_gpu else cores())
         """The most at once."""
+        self._size = 0
         self._needs: dict[tuple[str, str], float] = {}
 
     @property
@@ -43,35 +44,28 @@ class Capacity:
 
     def note(self, cell: Cell, status: Status) -> None:
         """Learn what a cell takes."""
+        self._size = status.device_memory or self._size
         if status.memory is not None and status.step > status.first_step:
-            need = (CONTEXT + status.memory) * (UNTRIED if status.best is None else 1.0)
-            # A row that has validated needs what it took, the factor no more.
-            self._needs[cell.row] = need
+            self._needs[cell.row] = (CONTEXT + status.memory) * (UNTRIED if status.best is None else 1.0)
 
-    def lower(self, running: int) -> None:
-        """Take one less than there were when memory ran out."""
-        self.limit = max(1, min(self.limit, running))
+    def lower(self, others: int) -> None:
+        """Memory has run out for a cell beside so many others: they are the most from now on."""
+        self.limit = max(1, min(self.limit, others))
 
-    def has_room(self, cell: Cell, running: Sequence[tuple[Cell, Status | None]]) -> bool:
+    def has_room(self, cell: Cell, running: Sequence[Cell]) -> bool:
         """Whether a cell may start beside those that run."""
         if len(running) >= self.limit:
             return False
         if not self.is_measured or not running:
             return True
-        sizes = [status.device_memory for _, status in running if status is not None and status.device_memory]
-        needs = [self._need(each) for each, _ in running]
-        own = self._need(cell)
-        if not sizes or own is None:
-            return False
-        # One that has yet to show what it takes may be anything.
-        known = [need for need in needs if need is not None]
-        return len(known) == len(needs) and sum(known) + own <= SHARE * sizes[0]
+        # Until one has shown what it takes, all others may take anything.
+        return bool(self._needs) and sum(map(self._need, [cell, *running])) <= SHARE * self._size
 
-    def _need(self, cell: Cell) -> float | None:
-        """What a cell takes, or the largest of its recipe, or twice the largest there is."""
+    def _need(self, cell: Cell) -> float:
+        """What a cell takes: what its row took, or the largest of its recipe, or twice the largest there is."""
         if cell.row in self._needs:
             return self._needs[cell.row]
         recipe = [need for (name, _), need in self._needs.items() if name == cell.config.name]
         if recipe:
             return max(recipe)
-        return 2 * max(self._needs.values()) if self._needs else None
+        return 2 * max(self._needs.values())

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from types import TracebackType
+from typing import IO, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -14,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mgk.commands.sweep.progress import Progress
+from mgk.training.tracking import CarelessFile
 
 STYLES = {"running": "bold", "done": "green", "failed": "red", "stopped": "yellow", "waiting": "dim"}
 # What is worth a line of a small window, the most interesting first.
@@ -32,6 +34,7 @@ class LiveTable:
 
     def __init__(self, console: Console | None = None, *, every: float = 30.0) -> None:
         self.console = console or Console(stderr=True)
+        self.console.file = cast(IO[str], CarelessFile(self.console.file))
         self.every = every
         self._live = Live(console=self.console, auto_refresh=False, transient=True)
         self._last: dict[Progress, float] = {}

@@ -124,7 +124,7 @@ class Scheduler:
             running = self.running
             if each.cell.row not in self._warm and any(other.cell.row == each.cell.row for other in running):
                 continue
-            if not self.capacity.has_room(each.cell, [(other.cell, other.status) for other in running]):
+            if not self.capacity.has_room(each.cell, [other.cell for other in running]):
                 # Not a smaller one in its place: it would be kept from starting for ever.
                 return
             if not self._is_worth_starting():
@@ -200,7 +200,7 @@ class Scheduler:
             each.state = "stopped"
             return
         if cause == "memory":
-            self.capacity.lower(len(self.running))
+            self.capacity.lower(len(self.running) - 1)
         elif cause == "fork":
             self.view.say("a forked process cannot use the GPU here: each cell gets an interpreter of its own")
             self.launcher.give_up_server()
