@@ -5,6 +5,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -241,3 +243,13 @@ def test_cells_are_analysed(cache, tmp_path):
     assert json.loads((tmp_path / "results" / name / "analysis.json").read_text()) == written
     collect(tmp_path / "all.tar.gz", tmp_path / "packed")
     assert {path.name for path in (tmp_path / "packed" / name).iterdir()} >= {"analysis.json", "keys.png"}
+
+
+@pytest.mark.slow
+def test_the_command_as_it_is_typed(undisturbed, cache, tmp_path):
+    """With a server that has imported everything by itself."""
+    environment = {**os.environ, "MGK_CACHE": str(cache)}
+    command = [sys.executable, "-m", "mgk", "sweep", str(write_recipe(tmp_path)), "--seeds", "0-1", "--jobs", "2"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    check_same(tmp_path, undisturbed)
