@@ -356,6 +356,23 @@ def test_as_many_as_fit(case, monkeypatch):
     assert sweep.tick()[3:] == ["smgk-1, seed 0", "mgk-1, seed 0"]
 
 
+def test_a_row_needs_what_its_hungriest_seed_took(case, monkeypatch):
+    """Here one that has validated, though another one, which has not, says later that it holds less."""
+    monkeypatch.setattr(capacities, "cores", lambda: 64)
+    sweep = case(jobs=None, is_on_gpu=True, rows=("softmax-2",), seeds=3)
+    sweep.tick()
+    sweep.report("softmax-2, seed 0", step=20, device_memory=140 * GIB, memory=9 * GIB)
+    assert len(sweep.tick()) == 3
+    sweep.report("softmax-2, seed 0", step=30, device_memory=140 * GIB, memory=59 * GIB, best=0.5)
+    sweep.report("softmax-2, seed 1", step=20, device_memory=140 * GIB, memory=9 * GIB)
+    sweep.tick()
+    sweep.end("softmax-2, seed 2", -9)
+    # Two of sixty are all that fit.
+    assert len(sweep.settle()) == 3
+    sweep.end("softmax-2, seed 0", 0)
+    assert sweep.settle()[3:] == ["softmax-2, seed 2"]
+
+
 def test_memory_that_runs_out(case, monkeypatch):
     monkeypatch.setattr(capacities, "cores", lambda: 64)
     sweep = case(jobs=None, is_on_gpu=True, rows=("softmax-2",), seeds=3)

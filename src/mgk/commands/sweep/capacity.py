@@ -36,6 +36,7 @@ class Capacity:
         """The most at once."""
         self._size = 0
         self._needs: dict[tuple[str, str], float] = {}
+        self._validated: set[tuple[str, str]] = set()
 
     @property
     def threads(self) -> int:
@@ -45,8 +46,16 @@ class Capacity:
     def note(self, cell: Cell, status: Status) -> None:
         """Learn what a cell takes."""
         self._size = status.device_memory or self._size
-        if status.memory is not None and status.step > status.first_step:
-            self._needs[cell.row] = (CONTEXT + status.memory) * (UNTRIED if status.best is None else 1.0)
+        if status.memory is None or status.step <= status.first_step:
+            return
+        held = CONTEXT + status.memory
+        if status.best is None and cell.row not in self._validated:
+            self._needs[cell.row] = max(UNTRIED * held, self._needs.get(cell.row, 0.0))
+        else:
+            # A seed that has yet to validate says less than one that has.
+            before = self._needs[cell.row] if cell.row in self._validated else 0.0
+            self._needs[cell.row] = max(held, before)
+            self._validated.add(cell.row)
 
     def lower(self, others: int) -> None:
         """Memory has run out for a cell beside so many others: they are the most from now on."""
