@@ -148,6 +148,7 @@ def check_arguments(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
     from mgk.cli import app
     from mgk.commands import training as commands
+    from mgk.commands.sweep.plan import plan_cells
     from mgk.recipes import load
 
     found = typer.main.get_command(app)
@@ -160,8 +161,12 @@ def check_arguments(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         found.invoke(context)
         assert len(started) == 1
     elif found.name == "sweep":
-        for row in context.params["rows"].split():
-            load(context.params["recipe"]).config(row, context.params["changes"] or [])
+        if context.params["plan"] is not None:
+            assert plan_cells(ROOT / context.params["plan"], Path("runs"))
+            return
+        recipe = load(context.params["recipe"])
+        for row in recipe.rows if context.params["rows"] is None else context.params["rows"].split():
+            recipe.config(row, context.params["changes"] or [])
 
 
 def test_the_wheel_has_what_is_not_python(tmp_path):

@@ -425,6 +425,10 @@ def test_what_a_sweep_refuses_before_it_starts(mgk_command, recipe, tmp_path):
         (("seed=3", "--seeds", "0-4"), "different from each other, got softmax-2, seed 3 twice"),
         (("--rows", ""), "a sweep must have rows and seeds, got none"),
         (("--seeds", "1-"), "--seeds must look like 0-4 or 0,3,7, got '1-'"),
+        (("--jobs", "0"), "--jobs must be a number of at least 1, or auto, got '0'"),
+        (("--jobs", "many"), "--jobs must be a number of at least 1, or auto, got 'many'"),
+        (("--archive", "all.zip"), "--archive must end in .tar.xz, .tar.gz, .tgz, .tar, got all.zip"),
+        (("--plan", "plan.yaml"), "or a --plan, which has its own, got both"),
         (("optimizer.lrr=1",), "optimizer.lrr is not a key (did you mean 'lr'?)"),
     ):
         refused(mgk_command("sweep", recipe, *arguments, code=1), message)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -66,31 +66,76 @@ def analyze(
 ) -> None:
     """Analyse a model on a batch of its data: attention maps, rank, head redundancy, query density, learned mixtures,
     responsibilities, learning curves. Writes a figure for each, and all numbers as one JSON file."""
+    from mgk.analysis.findings import NUMBERS
+
+    target = folder / DEFAULT_FOLDER if to is None else to
+    with Console(stderr=True).status("running the model") as status:
+        found = analyze_folder(
+            folder, target, text=text, split=split, samples=samples, tokens=tokens, queries=queries or None,
+            source=source, device=device, progress=lambda name: status.update(name),
+        )  # fmt: skip
+    findings, pictures = found.findings, found.pictures
+    Console().print(summary(findings, f"{folder.name or folder}: {found.source}"))
+    for name, why in findings.left_out.items():
+        typer.echo(f"left out: {name}: {why}")
+    typer.echo(f"{len(pictures)} figures and {NUMBERS} in {target}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analysis:
+    """What came of an analysis."""
+
+    findings: Findings
+    pictures: list[Path]
+    """The figures that were drawn."""
+    source: str
+    """Where the batch is from, in words."""
+
+
+def analyze_folder(
+    folder: Path,
+    target: Path,
+    *,
+    text: Path | None = None,
+    split: str = "test",
+    samples: int = 1,
+    tokens: int | None = None,
+    queries: int | None = 1024,
+    source: Path | None = None,
+    device: str = "auto",
+    progress: Callable[[str], None] = lambda name: None,
+) -> Analysis:
+    """Analyse the model in a folder, and write figures and numbers; the numbers come last, and whole or not at all.
+
+    Args:
+        folder: of a run, or of a saved model.
+        target: where figures and numbers go.
+        text: a file to read instead of the data of the run.
+        split: of that data.
+        samples: sequences in the batch.
+        tokens: to cut them to.
+        queries: rows of an attention matrix to look at; ``None``: all.
+        source: folder of the raw files, where the data has yet to be prepared.
+        device: ``cpu``, ``cuda`` or ``auto``.
+        progress: told which analysis comes next.
+    """
     import torch
 
     from mgk.analysis import analyze as run_analyses
     from mgk.analysis import draw_all, record_attention, write_numbers
     from mgk.analysis.findings import NUMBERS
 
-    console = Console(stderr=True)
     place = _device(device)
     subject = open_subject(folder, text=text, split=split, samples=samples, tokens=tokens, source=source)
     model = subject.model.to(place)
     inputs = {name: tensor.to(place) for name, tensor in subject.inputs.items()}
-    target = folder / DEFAULT_FOLDER if to is None else to
-    with console.status("running the model") as status:
-        record = record_attention(model, **inputs)
-        findings = run_analyses(
-            record, curves=subject.curves, num_queries=queries or None, progress=lambda name: status.update(name)
-        )
-        status.update("figures")
-        pictures = draw_all(findings, target)
+    record = record_attention(model, **inputs)
+    findings = run_analyses(record, curves=subject.curves, num_queries=queries, progress=progress)
+    progress("figures")
+    pictures = draw_all(findings, target)
     facts = {"model": type(model).__name__, "batch": subject.source, "torch": torch.__version__, **subject.facts}
     write_numbers(target / NUMBERS, findings, facts)
-    Console().print(summary(findings, f"{folder.name or folder}: {subject.source}"))
-    for name, why in findings.left_out.items():
-        typer.echo(f"left out: {name}: {why}")
-    typer.echo(f"{len(pictures)} figures and {NUMBERS} in {target}")
+    return Analysis(findings=findings, pictures=pictures, source=subject.source)
 
 
 def summary(findings: Findings, title: str) -> Table:
@@ -239,6 +284,16 @@ def corpus_batch(
         }, said  # fmt: skip
     ids, mask = padded(content.sequences["text"], rows, longest)
     return {"input_ids": ids, "attention_mask": mask}, said
+
+
+def count_samples(config: RunConfig, corpus: Corpus, split: str) -> int:
+    """How many samples a batch of a split can have: all of them."""
+    content = corpus.splits[split]
+    if config.task == "language":
+        return len(content.sequences["text"].tokens) // config.data.longest
+    if config.task == "translation":
+        return len(content.sequences["source"])
+    return len(content.numbers["labels"])
 
 
 def _first_rows(samples: int, count: int, split: str) -> Any:

@@ -27,7 +27,10 @@ def reproduce(
     folder: Annotated[Path, typer.Option("--to", help="Where the pages go.")] = Path("docs/results"),
     seeds: Annotated[int, typer.Option(min=1, help="Seeds that each row should have.")] = 5,
     collect: Annotated[
-        Path | None, typer.Option(help="First copy what the finished runs in this folder hold into the results.")
+        Path | None,
+        typer.Option(
+            help="First copy what finished runs hold into the results: a folder of runs, or a sweep's archive."
+        ),
     ] = None,
     readme: Annotated[
         Path | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -172,25 +173,73 @@ def evaluate(
 
 
 def sweep(
-    recipe: Annotated[str, RECIPE],
+    recipe: Annotated[str | None, RECIPE] = None,
     changes: Changes = None,
     rows: Annotated[str | None, typer.Option(help="Rows, separated by spaces; default: all of the recipe.")] = None,
-    seeds: Annotated[str, typer.Option(help="Seeds: 0-4, or 0,3,7.")] = "0",
+    seeds: Annotated[str | None, typer.Option(help="Seeds: 0-4, or 0,3,7; default: 0.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="A YAML file of cells instead of a recipe, the most wanted first.")
+    ] = None,
+    jobs: Annotated[str, typer.Option(help="Cells at once, each in a process of its own; auto: as many as fit.")] = "1",
     folder: Annotated[Path, typer.Option("--to", help="Where the runs go.")] = RUNS,
     source: Source = None,
     device: Device = "auto",
     results: Annotated[Path | None, typer.Option(help="Put every result here as well.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option("--time", min=1, help="Save everything and stop before so many seconds are over.")
+    ] = None,
+    analyze: Annotated[bool, typer.Option("--analyze", help="Analyse each cell right after its end.")] = False,
+    archive: Annotated[
+        Path | None, typer.Option(help="Put what finished cells hold into this tar file, for mgk reproduce --collect.")
+    ] = None,
+    summary: Annotated[Path | None, typer.Option(help="Write what each cell took to this JSON file.")] = None,
 ) -> None:
     """Run every row of a recipe with every seed. Started again, it skips what is done and goes on with the rest."""
-    from mgk.commands.sweep import run_sweep, table_of
+    if (recipe is None) == (plan is None) or (plan is not None and (rows is not None or seeds is not None)):
+        got = "neither" if recipe is None and plan is None else "both"
+        raise ValueError(f"a sweep must have a recipe, with rows and seeds, or a --plan, which has its own, got {got}")
+    chosen, numbers = None if rows is None else rows.split(), parse_seeds("0" if seeds is None else seeds)
+    count = parse_jobs(jobs)
+    if count == 1 and not (plan or seconds or analyze or archive or summary):
+        from mgk.commands.sweep import run_sweep, table_of
 
-    found = run_sweep(
-        recipe, rows=None if rows is None else rows.split(), seeds=parse_seeds(seeds), changes=changes or [],
-        folder=folder, source=source, device=device, results=results, say=typer.echo,
-    )  # fmt: skip
-    Console().print(table_of(found))
-    if found.failed:
-        raise typer.Exit(1)
+        assert recipe is not None
+        found = run_sweep(
+            recipe, rows=chosen, seeds=numbers, changes=changes or [], folder=folder, source=source, device=device,
+            results=results, say=typer.echo,
+        )  # fmt: skip
+        Console().print(table_of(found))
+        raise typer.Exit(1 if found.failed else 0)
+
+    import torch
+
+    from mgk.commands.processes.launcher import Launcher
+
+    module = "mgk.commands.sweep.cell_process"
+    compilers = max(2, (os.cpu_count() or 1) // (count or 4))
+    # Else every cell would start as many as there are cores.
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", str(compilers))}
+    # Where models are compiled, the compiler takes a while to import as well.
+    compiler = ["torch._dynamo"] if device != "cpu" and torch.cuda.is_available() else []
+    # First of all: while this process imports what it needs, the one that forks the cells does the same.
+    with Launcher(f"{module}:work", [module, *compiler], environment=environment) as launcher:
+        from mgk.commands.sweep.at_once import run_cells
+        from mgk.commands.sweep.cell import cells_of
+        from mgk.commands.sweep.in_turn import table_of
+        from mgk.commands.sweep.plan import plan_cells
+
+        if plan is not None:
+            cells = plan_cells(plan, folder)
+        else:
+            assert recipe is not None
+            cells = cells_of(recipe, chosen, numbers, changes or [], folder)
+        outcome = run_cells(
+            cells, launcher, jobs=count, source=source, device=device, results=results, seconds=seconds,
+            archive=archive, analyze=analyze, summary=summary, progress=bar(Console(stderr=True)),
+        )  # fmt: skip
+    for each in outcome.sweeps:
+        Console().print(table_of(each))
+    raise typer.Exit(outcome.exit_code)
 
 
 def default_run(config: RunConfig, runs: Path = RUNS) -> Path:
@@ -216,6 +265,15 @@ def parse_seeds(text: str) -> list[int]:
     if not seeds:
         raise ValueError(f"--seeds must hold at least one seed, got {text!r}")
     return seeds
+
+
+def parse_jobs(text: str) -> int | None:
+    """``auto`` is ``None``."""
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"--jobs must be a number of at least 1, or auto, got {text!r}")
+    return int(text)
 
 
 def bar(console: Console) -> Progress:

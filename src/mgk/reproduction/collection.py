@@ -6,10 +6,11 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import mgk.recipes
+from mgk.reproduction.archive import is_archive, opened
 from mgk.reproduction.filing import folder_of, refiled
 from mgk.reproduction.results import ANALYSIS, CURVES, EVALUATIONS, run_files, run_name
 from mgk.training import result
@@ -32,15 +33,21 @@ class Finished:
 def collect(runs: Path, results: Path) -> list[Path]:
     """Copy the result, the evaluations, the curves and the analysis of every finished run; the files that were written.
 
-    A run is finished when it has a result. Each goes under the recipe that it agrees with today, and what had been
-    brought there before is overwritten.
+    A run is finished when it has a result. Each goes under the recipe that it agrees with today. What had been brought
+    there before is overwritten, but for an archive, which replaces no result of another run.
 
     Args:
-        runs: a folder with runs in it, at any depth, or another folder of results.
+        runs: a folder with runs in it, at any depth, another folder of results, or an archive of ``mgk sweep --archive``.
         results: where results are.
     """
+    if runs.is_file() and is_archive(runs):
+        with opened(runs) as folder:
+            packed = list(_in_results(folder))
+            for run in packed:
+                _check_same(runs, run.content, results)
+            return [path for run in packed for path in _bring(run, results)]
     if not runs.is_dir():
-        raise ValueError(f"--collect must be a folder of runs, got {runs}, where no folder is")
+        raise ValueError(f"--collect must be a folder of runs, got {runs}, where no folder is, and no archive either")
     written: list[Path] = []
     for run in (*_in_run_folders(runs), *_in_results(runs)):
         written += _bring(run, results)
@@ -59,6 +66,15 @@ def write_result(results: Path, content: Mapping[str, Any]) -> Path:
     return path
 
 
+def _check_same(archive: Path, content: Mapping[str, Any], results: Path) -> None:
+    present = result_file(results, content)
+    if present.is_file() and result.read(present) != _under(content, folder_of(content)):
+        raise ValueError(
+            f"{archive} must not replace the result of another run, got one that differs from {present}: "
+            f"remove that one first if the new one is to take its place"
+        )
+
+
 def _bring(run: Finished, results: Path) -> Iterator[Path]:
     folder = folder_of(run.content)
     name = run_name(folder, run.content["row"], run.content["seed"])
@@ -68,7 +84,7 @@ def _bring(run: Finished, results: Path) -> Iterator[Path]:
         copies[path] = results / EVALUATIONS / f"{name}-{split}.json"
     # Where `mgk analyze` puts it unless told otherwise.
     for path in sorted(run.analysis.glob("*")):
-        if path.suffix in (".json", ".png"):
+        if path.suffix in (".json", ".png") and not path.name.startswith("."):
             copies[path] = results / ANALYSIS / name / path.name
     for source, copy in copies.items():
         if not source.is_file():
@@ -84,13 +100,17 @@ def _bring(run: Finished, results: Path) -> Iterator[Path]:
 def _in_run_folders(runs: Path) -> Iterator[Finished]:
     """As training leaves them."""
     for path in sorted(runs.rglob(result.RESULT)):
-        evaluations = sorted(path.parent.glob("evaluation-*.json"))
-        yield Finished(
-            content=result.read(path),
-            curves=path.parent / METRICS,
-            evaluations={each.stem.removeprefix("evaluation-"): each for each in evaluations},
-            analysis=path.parent / ANALYSIS,
-        )
+        yield _in_run_folder(path.parent)
+
+
+def _in_run_folder(folder: Path) -> Finished:
+    evaluations = sorted(folder.glob("evaluation-*.json"))
+    return Finished(
+        content=result.read(folder / result.RESULT),
+        curves=folder / METRICS,
+        evaluations={each.stem.removeprefix("evaluation-"): each for each in evaluations},
+        analysis=folder / ANALYSIS,
+    )
 
 
 def _in_results(folder: Path) -> Iterator[Finished]:
@@ -112,3 +132,26 @@ def _under(content: Mapping[str, Any], folder: str) -> dict[str, Any]:
     """A result, evaluation or analysis as it is kept there; one that stands apart keeps the name that it had."""
     is_ours = "recipe" in content and folder in mgk.recipes.names()
     return refiled(content, folder) if is_ours else dict(content)
+
+
+def copy_run(folder: Path, results: Path) -> list[Path]:
+    """Bring what one finished run holds to the results; the files that were written."""
+    return list(_bring(_in_run_folder(folder), results))
+
+
+def files_of(folder: Path) -> dict[PurePosixPath, Path]:
+    """The files of a finished run that results are made of, by where they go below the folder of the results."""
+    found = result.read(folder / result.RESULT)
+    recipe, row, seed = found["recipe"], found["row"], found["seed"]
+    name = run_name(recipe, row, seed)
+    files = {PurePosixPath(recipe, f"{row}-seed-{seed}.json"): folder / result.RESULT}
+    if (folder / METRICS).is_file():
+        files[PurePosixPath(CURVES, f"{name}.jsonl")] = folder / METRICS
+    for evaluation in sorted(folder.glob("evaluation-*.json")):
+        split = evaluation.stem.removeprefix("evaluation-")
+        files[PurePosixPath(EVALUATIONS, f"{name}-{split}.json")] = evaluation
+    # Where `mgk analyze` puts it unless told otherwise.
+    for analysis in sorted((folder / ANALYSIS).glob("*")):
+        if analysis.suffix in (".json", ".png") and not analysis.name.startswith("."):
+            files[PurePosixPath(ANALYSIS, name, analysis.name)] = analysis
+    return files

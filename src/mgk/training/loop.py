@@ -376,8 +376,10 @@ class Trainer:
                 files(folder)
                 self.task.save_tokenizer(folder)
 
+            started = time.perf_counter()
             try:
                 checkpoint.save(self.checkpoints, kind, self.state.step, content, write)
+                self.display.saved(time.perf_counter() - started)
             except CheckpointWriteError as error:
                 problem = error
                 self._say(f"no checkpoint at step {self.state.step}: {error}")
@@ -424,7 +426,8 @@ class Trainer:
         if self._is_first:
             loss = self._loss if self._loss is not None else next(reversed(self.state.losses), float("nan"))
             says = f"loss {loss:.4f}{self._metric}{self._speed}{also}"
-            self.display.update(self._row, self.state.step, self.config.training.steps, says)
+            steps, best = self.config.training.steps, self.state.best
+            self.display.update(self._row, self.state.step, steps, says, loss=loss, best=best)
 
     def _watched(self, steps: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
         """The batches of an evaluation; a signal ends it, unless other ranks would be left waiting."""

@@ -114,7 +114,7 @@ class Display:
 
     def __init__(self, *, quiet: bool = False, console: Console | None = None, every: float = 30.0) -> None:
         self.console = console or Console(stderr=True)
-        self.console.file = cast(IO[str], _Careless(self.console.file))
+        self.console.file = cast(IO[str], CarelessFile(self.console.file))
         self.quiet = quiet
         self.every = every
         self._is_live = self.console.is_terminal and not quiet
@@ -143,8 +143,22 @@ class Display:
         self._begun[row] = time.monotonic(), done
         return row
 
-    def update(self, row: TaskID, done: int, total: int, says: str, *, always: bool = False) -> None:
-        """Move a row. Without a terminal this is a line every now and then, and where ``always``."""
+    def update(
+        self,
+        row: TaskID,
+        done: int,
+        total: int,
+        says: str,
+        *,
+        always: bool = False,
+        loss: float | None = None,
+        best: float | None = None,
+    ) -> None:
+        """Move a row. Without a terminal this is a line every now and then, and where ``always``.
+
+        ``loss`` and ``best``, the score of the best validation, are in ``says`` for people; here they are for whoever
+        keeps them as numbers, as :class:`mgk.training.status.StatusDisplay` does.
+        """
         self._bars.update(row, completed=done, says=says)
         now = time.monotonic()
         if not self._is_live and not self.quiet and (always or now - self._last.get(row, 0.0) >= self.every):
@@ -153,13 +167,16 @@ class Display:
             left = datetime.timedelta(seconds=round((now - begun) / max(done - first, 1) * (total - done)))
             self.say(f"{self._names[row]}: step {done:,} of {total:,}, {says}, {left} left")
 
+    def saved(self, seconds: float) -> None:
+        """Hear how long a checkpoint took to write: for whoever has to stop in time."""
+
     def say(self, text: str) -> None:
         """One line for people."""
         if not self.quiet:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-class _Careless:
+class CarelessFile:
     """A file for people to look at, whose errors are not worth a run. rich would end the program at a closed pipe."""
 
     def __init__(self, file: IO[str]) -> None:

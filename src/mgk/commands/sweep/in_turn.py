@@ -1,4 +1,4 @@
-"""Many runs: every row of a recipe with every seed."""
+"""Many runs, one after the other in this process: every row of a recipe with every seed."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.markup import escape
 from rich.table import Table
 
 import mgk.recipes
-from mgk.commands.training import default_run, run, show_metric, train_command, write_copy
-from mgk.training import result
-from mgk.training.agreement import record_of, run_differences
-from mgk.training.configuration import RunConfig
-from mgk.training.task import Share, choose_precision
+from mgk.commands.sweep.cell import cells_of, finished
+from mgk.commands.training import run, show_metric, train_command, write_copy
 
 
 @dataclass
@@ -58,21 +54,12 @@ def run_sweep(
         results: where to put a copy of every result.
         say: told which cell is next.
     """
-    recipe = mgk.recipes.load(name)
-    wanted = recipe.rows if rows is None else rows
-    cells = [recipe.config(row, changes, seed) for row in wanted for seed in seeds]
-    if not cells:
-        raise ValueError(f"a sweep must have rows and seeds, got none of {name}")
-    titles = [f"{config.row}, seed {config.seed}" for config in cells]
-    for title in titles:
-        # Counted twice, one run would make its standard error too small. A change such as seed=3 makes them one.
-        if titles.count(title) > 1:
-            raise ValueError(f"the runs of a sweep must be different from each other, got {title} twice")
-    sweep = Sweep(recipe.name, cells[0].validation.metric)
-    for number, (title, config) in enumerate(zip(titles, cells, strict=True), start=1):
-        place = default_run(config, folder)
+    cells = cells_of(name, rows, seeds, changes, folder)
+    sweep = Sweep(cells[0].config.name, cells[0].config.validation.metric)
+    for number, cell in enumerate(cells, start=1):
+        title, config, place = cell.title, cell.config, cell.folder
         try:
-            found = _finished(place, config, device)
+            found = finished(place, config, device)
             say(f"[{number}/{len(cells)}] {title}: {'done before' if found else place}")
             if found is None:
                 command = train_command(name, [*changes, f"seed={config.seed}", "--row", config.row])
@@ -112,21 +99,3 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
         return mean, None
     variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
     return mean, math.sqrt(variance / len(values))
-
-
-def _finished(folder: Path, config: RunConfig, device: str) -> dict[str, Any] | None:
-    """The result of a cell, if it is there and was made with this configuration."""
-    path = folder / result.RESULT
-    if not path.is_file():
-        return None
-    found = result.read(path)
-    changed = set(run_differences(found, record_of(config)))
-    here = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
-    precision = choose_precision(config.training.precision, here)
-    if found["precision"] != Share(device=here, precision=precision).precision_name:
-        changed.add("precision")
-    if changed:
-        raise ValueError(
-            f"{folder} must hold a run of this configuration, got one that differs in {', '.join(sorted(changed))}"
-        )
-    return found

@@ -1,0 +1,93 @@
+"""A cell of a table: one row of a recipe with one seed, and whether it has been run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mgk.recipes
+from mgk.commands.training import default_run
+from mgk.training import result
+from mgk.training.agreement import record_of, run_differences
+from mgk.training.configuration import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run of a sweep."""
+
+    config: RunConfig
+    folder: Path
+    """Where its run is, or will be."""
+
+    @property
+    def title(self) -> str:
+        """Its name within its recipe."""
+        return f"{self.config.row}, seed {self.config.seed}"
+
+    @property
+    def row(self) -> tuple[str, str]:
+        """What it shares with its other seeds: recipe and row."""
+        return self.config.name, self.config.row
+
+
+def cells_of(
+    name: str, rows: Sequence[str] | None, seeds: Sequence[int], changes: Sequence[str], folder: Path
+) -> list[Cell]:
+    """The cells of a recipe, row by row.
+
+    Args:
+        name: of the recipe.
+        rows: which of its rows; ``None``: all.
+        seeds: for each row.
+        changes: of the recipe, as ``key=value``.
+        folder: where the runs go, each into ``RECIPE/ROW/seed-N``.
+    """
+    recipe = mgk.recipes.load(name)
+    configs = [recipe.config(row, changes, seed) for row in (recipe.rows if rows is None else rows) for seed in seeds]
+    if not configs:
+        raise ValueError(f"a sweep must have rows and seeds, got none of {name}")
+    cells = [Cell(config=config, folder=default_run(config, folder)) for config in configs]
+    titles = [cell.title for cell in cells]
+    for title in titles:
+        # Counted twice, one run would make its standard error too small. A change such as seed=3 makes them one.
+        if titles.count(title) > 1:
+            raise ValueError(f"the runs of a sweep must be different from each other, got {title} twice")
+    return cells
+
+
+def finished(folder: Path, config: RunConfig, device: str) -> dict[str, Any] | None:
+    """The result of a cell, if it is in its folder; one that was made with another configuration is an error."""
+    path = folder / result.RESULT
+    if not path.is_file():
+        return None
+    found = result.read(path)
+    changed = changes_since(found, config, device)
+    if changed:
+        raise ValueError(
+            f"{folder} must hold a run of this configuration, got one that differs in {', '.join(sorted(changed))}"
+        )
+    return found
+
+
+def changes_since(found: dict[str, Any], config: RunConfig, device: str) -> set[str]:
+    """What decides numbers and is not as it was when a result was made."""
+    changed = set(run_differences(found, record_of(config)))
+    if found["precision"] not in _precisions(config, device, found["device"]):
+        changed.add("precision")
+    return changed
+
+
+def _precisions(config: RunConfig, device: str, made_on: str) -> tuple[str, ...]:
+    """What a run would have here. A GPU is not asked: to ask is to take some of its memory."""
+    named = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    if config.training.precision != "auto":
+        return (named[config.training.precision],)
+    if device == "cpu" or not torch.cuda.is_available():
+        return ("float32",)
+    # A GPU that has no bf16 computes in fp32, but so does every CPU.
+    return ("bfloat16",) if made_on.startswith("CPU") else ("bfloat16", "float32")

@@ -1,0 +1,90 @@
+"""One cell, in a process of its own: trained, tested, and analysed if that is wanted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+# All that the work needs is imported here, so that a server which forks has it before there is anything to do.
+from mgk.analysis.findings import NUMBERS
+from mgk.commands.analyze import DEFAULT_FOLDER, analyze_folder, count_samples
+from mgk.commands.sweep.cell import Cell
+from mgk.data import registry
+from mgk.data.store import Corpus
+from mgk.reproduction.collection import copy_run
+from mgk.reproduction.missing import SAMPLES
+from mgk.training import result
+from mgk.training.configuration import RunConfig, from_mapping, to_mapping
+from mgk.training.corpora import default_folder
+from mgk.training.distributed import build_fabric
+from mgk.training.errors import RunLockedError
+from mgk.training.run import fit
+from mgk.training.status import StatusDisplay, StatusFile
+
+LOG = "log.txt"
+LOCKED_SECONDS = 75.0
+"""How long to wait for a folder that a process of a sweep before this one may still be saving to."""
+
+
+def argument_of(cell: Cell, *, device: str, threads: int, analyze: bool, results: Path | None) -> dict[str, Any]:
+    """What :func:`work` has to know, as JSON can hold it."""
+    return {
+        "config": to_mapping(cell.config),
+        "folder": str(cell.folder.absolute()),
+        "device": device,
+        "threads": threads,
+        "analyze": analyze,
+        "results": None if results is None else str(results.absolute()),
+    }
+
+
+def is_analysed(folder: Path) -> bool:
+    """Whether the analysis of a run is where the results are collected from."""
+    return (folder / DEFAULT_FOLDER / NUMBERS).is_file()
+
+
+def work(argument: Mapping[str, Any]) -> int:
+    """Do what is left to do for a cell; its exit code. The status file says how far it is."""
+    config, folder = from_mapping(RunConfig, argument["config"]), Path(argument["folder"])
+    torch.set_num_threads(argument["threads"])
+    file = StatusFile(folder)
+    try:
+        # It has been prepared before: many processes must not do so at once.
+        corpus = registry.open_corpus(config.data.corpus, default_folder(config.data))
+        if not (folder / result.RESULT).is_file():
+            _train(config, folder, corpus, argument["device"], file)
+        if argument["analyze"] and not is_analysed(folder):
+            file.enter("analysing")
+            samples = min(SAMPLES, count_samples(config, corpus, "test"))
+            analyze_folder(folder, folder / DEFAULT_FOLDER, samples=samples, device=argument["device"])
+        if argument["results"] is not None:
+            copy_run(folder, Path(argument["results"]))
+    except SystemExit:
+        file.enter("stopped")
+        raise
+    except Exception as error:
+        file.enter("failed", f"{type(error).__name__}: {error}")
+        raise
+    file.enter("done")
+    return 0
+
+
+def _train(config: RunConfig, folder: Path, corpus: Corpus, device: str, file: StatusFile) -> None:
+    fabric = build_fabric(device=device)
+    fabric.launch()
+    file.status.device = result.device_name(fabric.device)
+    display = StatusDisplay(file, console=Console(stderr=True, width=200))
+    given_up = time.monotonic() + LOCKED_SECONDS
+    while True:
+        try:
+            fit(config, folder, corpus, fabric, display=display)
+            return
+        except RunLockedError:
+            if time.monotonic() > given_up:
+                raise
+            time.sleep(0.2)

@@ -1,0 +1,73 @@
+"""NVIDIA's multi-process service: several processes on one GPU at the same time instead of in turn."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from types import TracebackType
+
+PROGRAM = "nvidia-cuda-mps-control"
+SECONDS = 20.0
+"""For the service to start, or to stop."""
+
+# Reads until the command is gone, however it ended, and then ends the service: nobody else would.
+_GUARD = f'cat > /dev/null; echo quit | {PROGRAM}; rm -rf "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"'
+
+
+class MultiProcessService:
+    """A service of our own within this context, if there is the program and it starts; :attr:`environment` leads to it.
+
+    Args:
+        say: told once why there is none.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.environment: dict[str, str] = {}
+        """What processes that are to use it must have in theirs; empty where it does not run."""
+        self._say = say
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self.environment)
+
+    def __enter__(self) -> MultiProcessService:
+        if shutil.which(PROGRAM) is None:
+            self._say(f"no multi-process service: there is no {PROGRAM}, so the cells take turns on the GPU")
+            return self
+        # Short names: sockets are made there, whose paths must not be long.
+        pipes, logs = tempfile.mkdtemp(prefix="mgk-mps-"), tempfile.mkdtemp(prefix="mgk-mps-log-")
+        environment = {"CUDA_MPS_PIPE_DIRECTORY": pipes, "CUDA_MPS_LOG_DIRECTORY": logs}
+        try:
+            subprocess.run(
+                [PROGRAM, "-d"], env={**os.environ, **environment}, stdin=subprocess.DEVNULL, capture_output=True,
+                text=True, timeout=SECONDS, check=True,
+            )  # fmt: skip
+        except (OSError, subprocess.SubprocessError) as error:
+            said = " ".join(str(getattr(error, "stderr", None) or error).split())
+            self._say(f"no multi-process service: {PROGRAM} did not start ({said}), so the cells take turns on the GPU")
+            for folder in (pipes, logs):
+                shutil.rmtree(folder, ignore_errors=True)
+            return self
+        self.environment = environment
+        self._guard = subprocess.Popen(
+            ["sh", "-c", _GUARD], env={**os.environ, **environment}, stdin=subprocess.PIPE, start_new_session=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._guard is None:
+            return
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        try:
+            self._guard.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            self._say(f"the multi-process service did not stop within {SECONDS:g} s; {PROGRAM} is still at work")
+        self._guard, self.environment = None, {}

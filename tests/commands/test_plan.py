@@ -1,0 +1,97 @@
+"""Plans: their order, what is wrong with one, and the one that comes with the results."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from sweep_cases import write_recipe
+
+import mgk.recipes
+from mgk.commands.sweep.plan import plan_cells, read_plan
+
+PLAN = Path(__file__).parents[2] / "results" / "plans" / "long-range-arena.yaml"
+
+
+def write_plan(folder, cells, **others):
+    write_recipe(folder)
+    path = folder / "plan.yaml"
+    path.write_text(yaml.safe_dump({"cells": cells, **others}))
+    return path
+
+
+def test_the_order_of_the_file(tmp_path):
+    """A cell that is named twice is wanted where it stands first."""
+    path = write_plan(
+        tmp_path,
+        [
+            {"recipe": "tiny.yaml", "rows": ["smgk-1"], "seeds": "0-1"},
+            {"recipe": "demo", "rows": ["mgk-4"], "seeds": [3], "changes": ["training.steps=300"]},
+            {"recipe": "tiny.yaml", "seeds": [2, 0]},
+        ],
+    )
+    cells = plan_cells(path, tmp_path / "runs")
+    assert [str(cell.folder.relative_to(tmp_path / "runs")) for cell in cells] == [
+        "tiny/smgk-1/seed-0", "tiny/smgk-1/seed-1", "demo/mgk-4/seed-3", "tiny/softmax-2/seed-2",
+        "tiny/softmax-2/seed-0", "tiny/smgk-1/seed-2",
+    ]  # fmt: skip
+    assert cells[2].config.training.steps == 300
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        ([], r"cells must be a list of entries, got \[\] in .*plan\.yaml"),
+        ("demo", "cells must be a list of entries, got 'demo'"),
+        (["demo"], r"entry 1 of .*plan\.yaml must have recipe, rows, seeds and changes, got 'demo'"),
+        ([{"rows": ["smgk-1"]}], "recipe must be the name of one, got None in entry 1"),
+        ([{"recipe": "demo"}, {"recipe": "demoo"}], r"entry 2 of .*: a recipe must be one of .*did you mean 'demo'"),
+        ([{"recipe": "demo", "row": ["smgk-1"]}], r"got 'row' \(did you mean 'rows'\?\) in entry 1"),
+        ([{"recipe": "demo", "rows": "smgk-1"}], "rows must be a list of text, got 'smgk-1' in entry 1"),
+        ([{"recipe": "demo", "rows": ["smkg-1"]}], r"entry 1 of .*did you mean 'smgk'"),
+        ([{"recipe": "demo", "rows": []}], "entry 1 of .*a sweep must have rows and seeds, got none of demo"),
+        ([{"recipe": "demo", "rows": ["mgk-1", "mgk-1"]}], "entry 1 .*different from each other, got mgk-1, seed 0"),
+        ([{"recipe": "demo", "seeds": "1-"}], "seeds must look like 0-4 or 0,3,7, got '1-' in entry 1"),
+        ([{"recipe": "demo", "seeds": [-1]}], r"seeds must be a list of numbers, .* got \[-1\] in entry 1"),
+        ([{"recipe": "demo", "seeds": [True]}], r"seeds must be a list of numbers, .* got \[True\] in entry 1"),
+        ([{"recipe": "demo", "changes": {"a": 1}}], r"changes must be a list of text, got \{'a': 1\} in entry 1"),
+        ([{"recipe": "demo", "changes": ["optimizer.lrr=1"]}], r"entry 1 .*optimizer\.lrr is not a key"),
+        (
+            [{"recipe": "demo"}, {"recipe": "demo", "rows": ["mgk-4"], "changes": ["optimizer.lr=1"]}],
+            r"entry 2 .*another demo mgk-4, seed 0 than an entry before it, got one that differs in optimizer\.lr",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_plan_refuses(tmp_path, cells, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        plan_cells(write_plan(tmp_path, cells), tmp_path / "runs")
+
+
+def test_other_keys_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"a key must be one of title, cells, got 'cell' \(did you mean 'cells'\?\)"):
+        read_plan(write_plan(tmp_path, [{"recipe": "demo"}], cell=[]))
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    return plan_cells(PLAN, Path("runs"))
+
+
+def test_every_cell_of_the_committed_plan_can_be_run(wanted):
+    """Each is a row that its recipe has, and what is not as the recipe says is in the name of the row."""
+    assert len(wanted) == 24 * 5 + 17 * 5 + 18 * 3 + 3 + 4 * 9 * 2
+    for cell in wanted:
+        recipe = mgk.recipes.load(cell.config.name)
+        assert cell.config.row.removesuffix("+normalization=length") in recipe.rows
+        assert cell.config == recipe.config(cell.config.row, seed=cell.config.seed)
+
+
+def test_the_committed_plan_has_the_most_wanted_first(wanted):
+    recipes = list(dict.fromkeys(cell.config.name for cell in wanted))
+    assert recipes == ["lra/listops", "lra/text", "peerread", "lra/listops-linear", "lra/text-linear"]
+    text = [cell.config.seed for cell in wanted if cell.config.name == "lra/text"]
+    assert set(text[: 17 * 3]) == {0, 1, 2}
+    assert set(text[17 * 3 :]) == {3, 4}
+    # Those of the paper's Table 1 before all others.
+    first = list(dict.fromkeys(cell.config.row for cell in wanted))[:11]
+    published = mgk.recipes.paper()["tables"]["T1"]["recipes"]["lra/listops"]
+    assert sorted(first) == sorted(row for row in published if not row.endswith("-6"))
