@@ -57,7 +57,7 @@ class ShiftedKeys(nn.Module):
         nn.init.normal_(self.shift, std=self.init_std)
 
     def forward(self, projected: Tensor | None) -> tuple[Tensor | None, Tensor]:
-        """Keys, and the shifts that the attention is still to add. Without input, for keys from a cache: these alone."""
+        """Keys, and the shifts that the attention is still to add; without input, for cached keys, these alone."""
         if projected is None:
             return None, self.shift
         return projected.unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2), self.shift

@@ -15,7 +15,7 @@ from torch import Tensor
 from mgk.ops import chunked, reference, sdpa
 from mgk.ops.autograd import first_order_only, with_value, with_zero_gradients
 from mgk.ops.problem import MixtureProblem
-from mgk.ops.transforms import composable_backend, is_transformed
+from mgk.ops.transforms import composable_backend, is_exported_to_onnx, is_transformed
 from mgk.ops.validation import check_choice, fill_padding, make_problem, may_inspect_values
 
 # Triton comes with torch where torch was built for a GPU; without one its kernels run in its interpreter alone.
@@ -275,7 +275,8 @@ def _with_centred_dot_products(problem: MixtureProblem) -> MixtureProblem:
 def _may_centre_values(problem: MixtureProblem) -> bool:
     """Whether every row that sees a key sees the first valid one, and its weights sum to one.
 
-    Half precision would round the moved values. Plain softmax is left to the stock kernels as it is.
+    Half precision would round the moved values. Plain softmax is left to the stock kernels as it is. A graph of ONNX
+    takes sequences of one token as well, which have no second value to compare with.
     """
     is_exact = problem.query.dtype == problem.compute_dtype
     per_position_prior = problem.log_prior is not None and problem.log_prior.shape[-1] > 1
@@ -285,6 +286,7 @@ def _may_centre_values(problem: MixtureProblem) -> bool:
         and problem.dropout_p == 0
         and problem.attn_mask is None
         and not (per_position_prior or one_dot_product)
+        and not is_exported_to_onnx()
     )
 
 
