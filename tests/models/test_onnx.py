@@ -13,6 +13,7 @@ CASES = [
     ("classifier", "smgk"),
     pytest.param("classifier", "mgk-hard", marks=pytest.mark.slow),
     pytest.param("classifier", "mlk", marks=pytest.mark.slow),
+    pytest.param("matcher", "smgk", marks=pytest.mark.slow),
     pytest.param("modern", "smgk", marks=pytest.mark.slow),
     pytest.param("modern", "mlk", marks=pytest.mark.slow),
     pytest.param("wikitext", "mgk", marks=pytest.mark.slow),
@@ -23,7 +24,7 @@ CASES = [
 @pytest.mark.parametrize(("kind", "attention"), CASES)
 def test_a_model_computes_the_same_in_onnxruntime(kind, attention):
     """With an attention mask; a decoder without its cache."""
-    options = {} if kind == "classifier" else {"use_cache": False}
+    options = {} if kind in ("classifier", "matcher") else {"use_cache": False}
     model = make_model(kind, attention, dtype=torch.float32, initializer_range=0.1, num_hidden_layers=2)
     inputs = make_inputs(kind, tokens=70, padding_side="right")
     shapes = {name: {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for name in inputs} | dict.fromkeys(options)

@@ -65,8 +65,7 @@ def with_zero_gradients(out: Tensor, *inputs: Tensor | None) -> Tensor:
 
 def first_order_only(tensor: Tensor) -> Tensor:
     """``tensor``, whose gradient refuses to be differentiated again, and says why."""
-    # Under a transform the backends that compose say it themselves.
-    if torch.compiler.is_compiling() or is_transformed() or not tensor.requires_grad or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or not tensor.requires_grad or not torch.is_grad_enabled():
         return tensor
     return _FirstOrderOnly.apply(tensor)
 

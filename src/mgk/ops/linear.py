@@ -257,7 +257,7 @@ def _check_state(problem: LinearProblem) -> None:
         raise TypeError(f"state must be a tensor, got {type(state).__name__}")
     with torch.no_grad():
         features = problem.feature_map.key(mixture.key[:1, :1, :1, :0].to(mixture.compute_dtype)).shape[-1]
-    expected = [len(mixture.query), mixture.key.shape[1], features, mixture.value.shape[-1] + 1]
+    expected = [mixture.query.shape[0], mixture.key.shape[1], features, mixture.value.shape[-1] + 1]
     if list(state.shape) != expected:
         raise ValueError(f"state must have shape [B, Hkv, F, Dv + 1] = {expected}, got {list(state.shape)}")
     if state.dtype != mixture.compute_dtype:

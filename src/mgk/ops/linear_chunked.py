@@ -55,9 +55,9 @@ def _causal(query: Tensor, features: Tensor, values: Tensor, state: Tensor) -> t
 def _in_chunks(tensor: Tensor) -> Tensor:
     """``[..., N, X]`` to ``[..., chunks, CHUNK, X]``, filled with zeros.
 
-    An exported graph serves every length, so nothing in it may depend on what PyTorch cannot prove of all lengths. There
-    are two chunks or more, because one is a case of its own to broadcasting; and places are looked up, since a view asks
-    whether the length divides.
+    An exported graph serves every length, so nothing in it may depend on what PyTorch cannot prove of all of them:
+    there are two chunks or more, because one is a case of its own to broadcasting, and places are looked up, since a
+    view asks whether the length divides.
     """
     length = tensor.shape[-2]
     if not torch.compiler.is_exporting():

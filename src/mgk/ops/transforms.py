@@ -41,18 +41,17 @@ def composable_backend(backend: str) -> str:
 
     ``"chunked"`` has a first derivative and can be mapped, in linear memory; ``"reference"`` can do everything.
     """
-    limit = None
     if is_exported_to_onnx():
-        limit = "an export to ONNX" if backend in ("chunked", "triton") else None
-    elif backend == "triton":
-        limit = "a transform of torch.func"
-    elif backend in ("chunked", "sdpa") and needs_plain_torch():
-        limit = "forward-mode or second derivatives, nor torch.func inside torch.compile"
-    if limit is not None:
-        raise ValueError(f"backend={backend!r} cannot do {limit}: use 'auto' or 'reference'")
-    if backend != "auto":
-        return backend
-    return "reference" if needs_plain_torch() else "chunked"
+        asked, able = "an export to ONNX", ("reference", "sdpa")
+    elif needs_plain_torch():
+        asked, able = "forward-mode or second derivatives, nor torch.func inside torch.compile", ("reference",)
+    else:
+        asked, able = "a transform of torch.func", ("chunked", "reference", "sdpa")
+    if backend == "auto":
+        return able[0]
+    if backend not in able:
+        raise ValueError(f"backend={backend!r} cannot do {asked}: use 'auto' or 'reference'")
+    return backend
 
 
 def needs_plain_torch() -> bool:
