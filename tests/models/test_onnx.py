@@ -25,7 +25,7 @@ CASES = [
 def test_a_model_computes_the_same_in_onnxruntime(kind, attention):
     """With an attention mask; a decoder without its cache."""
     options = {} if kind in ("classifier", "matcher") else {"use_cache": False}
-    model = make_model(kind, attention, dtype=torch.float32, initializer_range=0.1, num_hidden_layers=2)
+    model = make_model(kind, attention, dtype=torch.float32, initializer_range=0.1, num_hidden_layers=1)
     inputs = make_inputs(kind, tokens=70, padding_side="right")
     shapes = {name: {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for name in inputs} | dict.fromkeys(options)
     program = torch.onnx.export(

@@ -125,9 +125,8 @@ def test_jacobians_and_hessians_agree_with_autograd(name, is_causal):
     assert error(hessian(loss)(x, by_reference), expected) < 1e-12
 
 
-@pytest.mark.parametrize(
-    "name", ["smgk", pytest.param("mgk-hard", marks=pytest.mark.slow), pytest.param("mlk", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smgk", "mgk-hard", "mlk"])
 def test_transforms_compile(name):
     layer = build(name)
     x, mask = make_batches()

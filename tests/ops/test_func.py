@@ -146,15 +146,17 @@ def test_second_derivatives_are_right_or_refused(kind, device):
         jvp(lambda cotangent: pull_back(cotangent)[0], (cotangent,), (cotangent,))
 
 
-def test_fused_kernels_are_refused(device):
+def test_fused_kernels_are_refused_a_derivative(device):
+    """Before it is asked whether they could run here at all."""
     inputs = make_inputs(device=device)
-    with pytest.raises(ValueError, match=r"backend='triton' cannot do a transform of torch.func: use 'auto'"):
-        vmap(of_key(inputs, "triton"))(two_of(inputs["key"]))
-    names = ("query", "key", "value")
-    with pytest.raises(ValueError, match=r"backend='triton' cannot do a transform of torch.func"):
-        vmap(lambda key: mgk.linear_mixture_attention(
-            **{**{name: inputs[name] for name in names}, "key": key}, backend="triton"
-        ))(two_of(inputs["key"]))  # fmt: skip
+    with pytest.raises(ValueError, match=r"backend='triton' cannot do a derivative of torch.func: use 'auto'"):
+        grad(loss_of(of_key(inputs, "triton")))(inputs["key"])
+
+    def linear(key):
+        return mgk.linear_mixture_attention(inputs["query"], key, inputs["value"], backend="triton").sum()
+
+    with pytest.raises(ValueError, match=r"backend='triton' cannot do a derivative of torch.func"):
+        grad(linear)(inputs["key"])
 
 
 def test_unused_parameters_of_an_ensemble_get_gradients_of_zero(device):

@@ -15,7 +15,7 @@ from torch import Tensor
 from mgk.ops import chunked, reference, sdpa
 from mgk.ops.autograd import first_order_only, with_value, with_zero_gradients
 from mgk.ops.problem import MixtureProblem
-from mgk.ops.transforms import composable_backend, is_exported_to_onnx, is_transformed
+from mgk.ops.transforms import composable_backend, is_differentiated, is_exported_to_onnx, is_transformed
 from mgk.ops.validation import check_choice, fill_padding, make_problem, may_inspect_values
 
 # Triton comes with torch where torch was built for a GPU; without one its kernels run in its interpreter alone.
@@ -331,8 +331,8 @@ if _HAS_TRITON:
 
 def fused_unsupported(problem: MixtureProblem) -> str | None:
     """Why the fused kernels cannot serve the call, or ``None``."""
-    if is_transformed():
-        return "a transform of torch.func, forward-mode derivatives or an export to ONNX"
+    if is_transformed() and is_differentiated():
+        return "a derivative of torch.func or an export to ONNX"
     if not _HAS_TRITON:
         return (
             "tensors without a GPU build of torch and Triton"
@@ -345,7 +345,7 @@ def fused_unsupported(problem: MixtureProblem) -> str | None:
 def choose_statistics(problem: MixtureProblem, backend: str) -> Any:
     """The module that computes densities and responsibilities."""
     if is_transformed():
-        return {"reference": reference, "chunked": chunked}[composable_backend(backend)]
+        backend = composable_backend(backend)
     if backend == "reference":
         return reference
     reason = fused_unsupported(problem)

@@ -20,6 +20,7 @@ from mgk.ops.packed import (
     sequences_of,
     with_batch,
 )
+from mgk.ops.transforms import is_transformed
 from mgk.ops.validation import check_choice, make_problem
 
 LINEAR_BACKENDS = ("auto", "reference", "chunked", "triton")
@@ -205,7 +206,7 @@ def _fused_unsupported(problem: LinearProblem, wants_state: bool) -> str | None:
 
 def _is_fused_best(problem: LinearProblem, wants_state: bool) -> bool:
     query = problem.mixture.query
-    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
+    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16) or is_transformed():
         return False
     return query.shape[2] >= FEW_QUERIES and _fused_unsupported(problem, wants_state) is None
 

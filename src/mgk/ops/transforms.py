@@ -8,6 +8,8 @@ dispatches asks :func:`is_transformed` once, before anything else, and then leav
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -45,13 +47,21 @@ def composable_backend(backend: str) -> str:
         asked, able = "an export to ONNX", ("reference", "sdpa")
     elif needs_plain_torch():
         asked, able = "forward-mode or second derivatives, nor torch.func inside torch.compile", ("reference",)
+    elif is_differentiated():
+        asked, able = "a derivative of torch.func", ("chunked", "reference", "sdpa")
     else:
-        asked, able = "a transform of torch.func", ("chunked", "reference", "sdpa")
+        # vmap alone: an operation without a rule is called once for each.
+        asked, able = "a map of torch.func", ("chunked", "reference", "sdpa", "triton")
     if backend == "auto":
         return able[0]
     if backend not in able:
         raise ValueError(f"backend={backend!r} cannot do {asked}: use 'auto' or 'reference'")
     return backend
+
+
+def is_differentiated() -> bool:
+    """Whether a transformed call is more than mapped."""
+    return needs_plain_torch() or _REVERSE in _kinds()
 
 
 def needs_plain_torch() -> bool:
@@ -62,5 +72,10 @@ def needs_plain_torch() -> bool:
     """
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return True
-    kinds = [interpreter.key() for interpreter in torch._C._functorch.get_interpreter_stack()]
+    kinds = _kinds()
     return _FORWARD in kinds or kinds.count(_REVERSE) > 1
+
+
+def _kinds() -> list[Any]:
+    """The transforms of torch.func that run over the call, from the outermost on."""
+    return [interpreter.key() for interpreter in torch._C._functorch.get_interpreter_stack()]
