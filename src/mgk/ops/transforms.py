@@ -43,6 +43,7 @@ def composable_backend(backend: str) -> str:
 
     ``"chunked"`` has a first derivative and can be mapped, in linear memory; ``"reference"`` can do everything.
     """
+    able: tuple[str, ...]
     if is_exported_to_onnx():
         asked, able = "an export to ONNX", ("reference", "sdpa")
     elif needs_plain_torch():
