@@ -1,4 +1,4 @@
-"""Under torch.compile, autocast, activation checkpointing, gradient accumulation and torch.func (G7, G8)."""
+"""Under torch.compile, autocast, activation checkpointing and gradient accumulation (G7, G8); torch.func: test_func."""
 
 import subprocess
 import sys
@@ -183,31 +183,6 @@ def test_gradient_accumulation_adds_up(backend, kind, device):
     for name, gradient in whole.items():
         combine = torch.cat if name in per_sample else sum
         assert relative_error(combine([half[name] for half in halves]), gradient) < 1e-12, name
-
-
-@every_backend
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_vmap_and_func_grad_are_right_or_refused(backend, device):
-    """G7: a typed error or the right numbers, never wrong ones."""
-    inputs = make_inputs(device=device, prior=None)
-    keys = torch.stack([inputs["key"], inputs["key"].flip(3)])
-
-    def function(key):
-        return attend({**inputs, "key": key}, backend)
-
-    mapped = torch.func.vmap(function)(keys)
-    assert relative_error(mapped, torch.stack([function(key) for key in keys])) < 1e-12
-
-    def loss(key):
-        return function(key).square().sum()
-
-    leaf = inputs["key"].clone().requires_grad_()
-    loss(leaf).backward()
-    if backend == "reference":
-        assert relative_error(torch.func.grad(loss)(inputs["key"]), leaf.grad) < 1e-12
-    else:
-        with pytest.raises(RuntimeError, match=r"setup_context|functorch"):
-            torch.func.grad(loss)(inputs["key"])
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])

@@ -99,7 +99,7 @@ class MGKAttention(MixtureAttention):
                 # A static cache gives all its slots.
                 keys, value = keys[:, :, : visibility.length], value[:, :, : visibility.length]
         out, weights = self.attend(
-            query, self._unpack(keys), value, shift=self.keys.shift if self._adds_shifts_late else None,
+            query, self._unpack(keys), value, shift=self._late_shift(),
             key_mask=visibility.key_mask, query_mask=visibility.query_mask,
             attn_mask=visibility.attn_mask if self.feature_map is None or visibility.is_pairwise else None,
             is_causal=visibility.is_causal, is_self_attention=not self.is_cross, need_weights=output_attentions,
@@ -128,7 +128,7 @@ class MGKAttention(MixtureAttention):
             raise ValueError("linear attention keeps no keys to show weights of, got output_attentions and a past")
         keys = self._unpack(keys)
         options: dict[str, Any] = {
-            "shift": self.keys.shift if self._adds_shifts_late else None, "log_prior": self.prior(),
+            "shift": self._late_shift(), "log_prior": self.prior(),
             "feature_map": self.feature_map, "is_causal": True, "key_mask": visibility.token_mask,
         }  # fmt: skip
         out, state = linear_mixture_step(query, keys, value, state=held.state, backend=self.backend, **options)
@@ -185,6 +185,10 @@ class MGKAttention(MixtureAttention):
         if self._adds_shifts_late:
             return packed
         return packed.unflatten(-1, (self.num_components, self.head_dim)).transpose(2, 3)
+
+    def _late_shift(self) -> Tensor | None:
+        """What the attention adds to the one key of a token, which may be an old one, out of the cache."""
+        return self.keys(None)[1] if self._adds_shifts_late else None
 
     def bytes_per_cached_token(self, dtype: torch.dtype) -> int:
         """What one token takes in a cache, where the attention is not linear and keeps tokens."""

@@ -55,8 +55,8 @@ class MGKForSequencePairClassification(MGKPreTrainedModel):
         )
         a = pool(first.last_hidden_state, attention_mask, bounds, self.config)
         b = pool(second.last_hidden_state, pair_attention_mask, pair_cu_seq_lens_q, self.config)
-        if len(a) != len(b):
-            raise ValueError(f"both sides must have as many sequences, got {len(a)} and {len(b)}")
+        if a.shape[0] != b.shape[0]:
+            raise ValueError(f"both sides must have as many sequences, got {a.shape[0]} and {b.shape[0]}")
         logits = self.classifier(torch.cat([a, b, a * b, a - b], dim=-1))
         loss = None if labels is None else classification_loss(self.config, logits, labels, num_items_in_batch)
         return SequenceClassifierOutput(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -44,11 +46,14 @@ class RotaryEmbedding(LlamaRotaryEmbedding):
     """Angles of rotary positions, every scaling that transformers knows included."""
 
 
-class Rotation:
-    """Turns queries and keys by the angles of their positions."""
+class Rotation(NamedTuple):
+    """Turns queries and keys by the angles of their positions.
 
-    def __init__(self, cos: Tensor, sin: Tensor) -> None:
-        self.cos, self.sin = cos, sin
+    A tuple, which accelerate takes apart to move the tensors to the device of a layer.
+    """
+
+    cos: Tensor
+    sin: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate ``[B, H, ..., N, D]``."""

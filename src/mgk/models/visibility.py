@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from mgk.ops.packed import check_boundaries, sequence_of_tokens
+from mgk.ops.transforms import is_transformed
 from mgk.ops.validation import is_traced, may_inspect_values
 
 # A number to add to logits that is no bias but means "do not attend": the least of fp16, and anything below.
@@ -106,7 +107,7 @@ def self_visibility(
         same_sequence = _packed_pairs(position_ids)
         if same_sequence is not None:
             # A traced mask is there for positions that may start anew, whether they do or not.
-            is_seen = not (is_traced() or position_ids.is_meta)
+            is_seen = _may_look_at(position_ids)
             return Visibility(attn_mask=same_sequence, is_causal=is_causal, length=num_keys, is_pairwise=is_seen)
     key_mask = padding_mask("attention_mask", attention_mask, (batch_size, num_keys))
     query_mask = key_mask if past == 0 else None
@@ -147,10 +148,14 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, *, from_end: bool = Fa
 def _packed_pairs(position_ids: Tensor) -> Tensor | None:
     """bool ``[B, 1, N, N]``: pairs of one sequence; ``None`` where every row is one sequence."""
     starts_anew = position_ids.diff(dim=-1) != 1
-    if not (is_traced() or position_ids.is_meta) and not bool(starts_anew.any()):
+    if _may_look_at(position_ids) and not bool(starts_anew.any()):
         return None
     number = torch.nn.functional.pad(starts_anew, (1, 0)).cumsum(dim=-1)
     return (number[:, :, None] == number[:, None, :])[:, None]
+
+
+def _may_look_at(position_ids: Tensor) -> bool:
+    return not (is_traced() or is_transformed() or position_ids.is_meta)
 
 
 def _into_static_cache(

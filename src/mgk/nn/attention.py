@@ -253,7 +253,7 @@ class MixtureAttention(nn.Module):
         The keys are ``[B, Hkv, Nk, D]`` where shifts follow, else ``[B, Hkv, M, Nk, D]``.
         """
         self._check_width("key", key)
-        k, shift = self.keys(self.k_proj(key)), self.keys.shift
+        k, shift = self.keys(self.k_proj(key))
         if self.k_norm is not None:
             if shift is not None:
                 k, shift = k[:, :, None] + shift.to(k.dtype)[:, :, None, :], None

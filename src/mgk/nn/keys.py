@@ -12,7 +12,7 @@ SHIFT_INITS = ("normal", "first-zero")
 class ProjectedKeys(nn.Module):
     """``k_jr = W_r x_j``: each component has a projection of its own (MGK). Holds no parameters itself.
 
-    Turns the output of the key projection, ``[B, N, width]``, into ``[B, Hkv, M, N, D]``.
+    Turns the output of the key projection, ``[B, N, width]``, into ``[B, Hkv, M, N, D]``, and no shifts.
     """
 
     shift = None
@@ -24,9 +24,12 @@ class ProjectedKeys(nn.Module):
         self.num_components = num_components
         self.width = num_kv_heads * num_components * head_dim
 
-    def forward(self, projected: Tensor) -> Tensor:
+    def forward(self, projected: Tensor | None) -> tuple[Tensor | None, None]:
+        """Keys, and the shifts that the attention is still to add: none. Without input no keys either."""
+        if projected is None:
+            return None, None
         key = projected.unflatten(-1, (self.num_kv_heads, self.num_components, self.head_dim))
-        return key.permute(0, 2, 3, 1, 4)
+        return key.permute(0, 2, 3, 1, 4), None
 
     def extra_repr(self) -> str:
         return f"num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, num_components={self.num_components}"
@@ -37,6 +40,9 @@ class ShiftedKeys(nn.Module):
 
     Turns the output of the key projection, ``[B, N, width]``, into ``[B, Hkv, N, D]``; the shifts are added inside the
     attention, which is what makes them nearly free.
+
+    Whoever computes with the shifts gets them by a call, not from the attribute: where accelerate offloads a model, its
+    hooks bring the parameters of a module to the device for the length of a call, and take them away after it.
     """
 
     def __init__(
@@ -60,8 +66,11 @@ class ShiftedKeys(nn.Module):
             with torch.no_grad():
                 self.shift[:, 0].zero_()
 
-    def forward(self, projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
+    def forward(self, projected: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        """Keys, and the shifts that the attention is still to add; without input, for cached keys, these alone."""
+        if projected is None:
+            return None, self.shift
+        return projected.unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2), self.shift
 
     def extra_repr(self) -> str:
         return (

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mgk.ops import mixture_responsibilities, mixture_responsibilities_varlen
+from mgk.ops.transforms import is_exported_to_onnx, is_transformed
 
 
 class UniformPrior(nn.Module):
@@ -77,7 +78,14 @@ class EMPrior(nn.Module):
         ``options`` are those of :func:`mgk.mixture_responsibilities`; or, where ``cu_seqlens_q`` is among them, of its
         packed form, whose query and key are packed.
         """
-        if not (self.training and torch.is_grad_enabled() and out.requires_grad):
+        if not (self.training and torch.is_grad_enabled()):
+            return out
+        if is_transformed() and not is_exported_to_onnx():
+            raise ValueError(
+                "prior='em' in training gathers responsibilities as a side effect of backward, got a transform of "
+                "torch.func, which allows none: call eval() on the layer, or build it with prior='learned'"
+            )
+        if not out.requires_grad:
             return out
         tensors = {name: option for name, option in options.items() if isinstance(option, Tensor)}
         settings = {name: option for name, option in options.items() if not isinstance(option, Tensor)}

@@ -15,6 +15,7 @@ from torch import Tensor
 from mgk.ops import chunked, cpu, reference, sdpa, softmax_kernel
 from mgk.ops.autograd import first_order_only, with_value, with_zero_gradients
 from mgk.ops.problem import MixtureProblem
+from mgk.ops.transforms import composable_backend, is_differentiated, is_exported_to_onnx, is_transformed
 from mgk.ops.validation import check_choice, fill_padding, make_problem, may_inspect_values
 
 # Triton comes with torch where torch was built for a GPU; without one its kernels run in its interpreter alone.
@@ -274,7 +275,8 @@ def _with_centred_dot_products(problem: MixtureProblem) -> MixtureProblem:
 def _may_centre_values(problem: MixtureProblem) -> bool:
     """Whether every row that sees a key sees the first valid one, and its weights sum to one.
 
-    Half precision would round the moved values. Plain softmax is left to the stock kernels as it is.
+    Half precision would round the moved values. Plain softmax is left to the stock kernels as it is. A graph of ONNX
+    takes sequences of one token as well, which have no second value to compare with.
     """
     is_exact = problem.query.dtype == problem.compute_dtype
     per_position_prior = problem.log_prior is not None and problem.log_prior.shape[-1] > 1
@@ -284,6 +286,7 @@ def _may_centre_values(problem: MixtureProblem) -> bool:
         and problem.dropout_p == 0
         and problem.attn_mask is None
         and not (per_position_prior or one_dot_product)
+        and not is_exported_to_onnx()
     )
 
 
@@ -308,6 +311,8 @@ def _attend_around_common_value(attention: Callable[[MixtureProblem], Tensor], p
 
 
 def _first_order_only(problem: MixtureProblem) -> MixtureProblem:
+    if is_transformed():  # where a backend that composes says so itself
+        return problem
     variance = problem.variance
     return problem._replace(
         query=first_order_only(problem.query),
@@ -331,6 +336,8 @@ if _HAS_TRITON:
 
 def fused_unsupported(problem: MixtureProblem) -> str | None:
     """Why the fused kernels cannot serve the call, or ``None``."""
+    if is_transformed() and is_differentiated():
+        return "a derivative of torch.func or an export to ONNX"
     if not _HAS_TRITON:
         return (
             "tensors without a GPU build of torch and Triton"
@@ -342,6 +349,8 @@ def fused_unsupported(problem: MixtureProblem) -> str | None:
 
 def choose_statistics(problem: MixtureProblem, backend: str) -> Any:
     """The module that computes densities and responsibilities."""
+    if is_transformed():
+        backend = composable_backend(backend)
     if backend == "reference":
         return reference
     reason = fused_unsupported(problem)
@@ -354,6 +363,8 @@ def choose_statistics(problem: MixtureProblem, backend: str) -> Any:
 
 
 def choose_backend(problem: MixtureProblem, backend: str) -> str:
+    if is_transformed():
+        backend = composable_backend(backend)
     if backend == "triton":
         reason = fused_unsupported(problem)
         if reason is not None:

@@ -8,14 +8,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from mgk.ops.transforms import is_exported_to_onnx, is_transformed, needs_plain_torch
+
 NO_SECOND_ORDER = "double backward needs backend='reference', got a backend with first gradients only"
 
 
 class _ZeroGradients(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
-        ctx.shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in inputs]
+    def forward(out: Tensor, *inputs: Tensor) -> Tensor:
         return out.view_as(out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in inputs[1:]]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, ...]:
@@ -48,8 +55,10 @@ def with_zero_gradients(out: Tensor, *inputs: Tensor | None) -> Tensor:
 
     Data-parallel training waits for every parameter's gradient.
     """
-    connected = [tensor for tensor in inputs if tensor is not None and tensor.requires_grad]
-    if not connected or not torch.is_grad_enabled():
+    # What is mapped does not say whether it needs a gradient.
+    is_mapped = is_transformed()
+    connected = [tensor for tensor in inputs if tensor is not None and (tensor.requires_grad or is_mapped)]
+    if not connected or not torch.is_grad_enabled() or (is_mapped and needs_plain_torch()):
         return out
     return _ZeroGradients.apply(out, *connected)
 
@@ -79,5 +88,8 @@ class _WithValue(torch.autograd.Function):
 
 def with_value(tensor: Tensor, value: Tensor) -> Tensor:
     """``value``, with the gradient of ``tensor``: for two expressions that are equal but for rounding."""
+    if is_transformed():
+        # The same in a form of which every derivative is known: the difference is 0.
+        return value if is_exported_to_onnx() else value.detach() + (tensor - tensor.detach())
     result: Tensor = _WithValue.apply(tensor, value)
     return result

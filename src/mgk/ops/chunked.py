@@ -11,14 +11,16 @@ The blocks are one custom operation each way, so ``torch.compile`` sees a single
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mgk.ops.autograd import NO_SECOND_ORDER
 from mgk.ops.problem import MixtureProblem
+from mgk.ops.transforms import is_transformed
 
 # Logits of one block: on a CPU what its caches hold (16 MiB in fp32), elsewhere what keeps the device busy (64 MiB).
 BLOCK_ELEMENTS_CPU = 2**22
@@ -32,7 +34,7 @@ def attention(problem: MixtureProblem) -> Tensor:
     terms = _logit_terms(problem)
     # The seed is drawn on the CPU: reading it there stalls no device, and activation checkpointing restores it.
     seed = torch.randint(2**62, (1,), dtype=torch.int64, device="cpu") if problem.dropout_p > 0 else None
-    out, _ = _chunked_attention(
+    out, _ = _attention_and_normaliser()(
         *terms, problem.value.to(terms.query.dtype), _grouped_mask(problem), seed,
         problem.is_causal, problem.assignment == "hard", problem.dropout_p,
     )  # fmt: skip
@@ -42,7 +44,7 @@ def attention(problem: MixtureProblem) -> Tensor:
 def log_normaliser(problem: MixtureProblem) -> Tensor:
     """``log sum_j sum_r prior[r] exp(similarity)``, ``[B, H, Nq]``, -inf for a row without a visible key."""
     terms = _logit_terms(problem)
-    _, normaliser = _chunked_attention(
+    _, normaliser = _attention_and_normaliser()(
         *terms,
         problem.value[..., :0].to(terms.query.dtype),
         _grouped_mask(problem),
@@ -66,6 +68,11 @@ def responsibility_sums(problem: MixtureProblem) -> Tensor:
     with torch.no_grad():
         terms = _logit_terms(problem)
         return _chunked_responsibilities(*terms, problem.query_mask, _grouped_mask(problem), problem.is_causal)
+
+
+def _attention_and_normaliser() -> Callable[..., tuple[Tensor, Tensor]]:
+    """The blocks: as one operation, or under ``torch.func`` as what that can differentiate."""
+    return _ChunkedAttention.apply if is_transformed() else _chunked_attention
 
 
 class _LogitTerms(NamedTuple):
@@ -296,3 +303,93 @@ def _backward(ctx: Any, grad_out: Tensor, grad_normaliser: Tensor) -> tuple[Tens
 
 
 _chunked_attention.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+class _ChunkedAttention(torch.autograd.Function):
+    """:func:`_chunked_attention` for ``torch.func``, whose ``grad`` cannot take an operation of a library."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+        return _chunked_attention(*inputs)
+
+    setup_context = staticmethod(_save_for_backward)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        found = _ChunkedAttentionBackward.apply(*grads, *saved, *ctx.options)
+        grad_query, grad_key, grad_column, grad_row, grad_value = found
+        return grad_query, grad_key, grad_column, None if saved[5] is None else grad_row, grad_value, *[None] * 5
+
+
+class _ChunkedAttentionBackward(torch.autograd.Function):
+    """Its gradients, which have no derivative of their own."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:
+        return _chunked_attention_backward(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError(NO_SECOND_ORDER)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(NO_SECOND_ORDER)
+
+
+def _map_as_batch(operation: Any) -> None:
+    """Tell ``torch.func.vmap`` how to map an operation: the mapped axis becomes a part of the batch."""
+
+    def rule(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+        size, dropout_p = info.batch_size, inputs[-1]
+        if dropout_p > 0:
+            # Each draws its mask from a seed, its own or the one of all.
+            return _one_by_one(operation, size, axes, inputs)
+        batch = _one_of(inputs[0], axes[0], 0).shape[0]
+        found = operation(*(_folded(x, axis, size, batch) for x, axis in zip(inputs, axes, strict=True)))
+        # What has one axis is the empty gradient of a row term that is not there.
+        apart = [x.unflatten(0, (size, batch)) if x.ndim > 1 else x.expand(size, -1) for x in found]
+        return tuple(apart), (0,) * len(apart)
+
+    operation.register_vmap(rule)
+
+
+def _one_by_one(operation: Any, size: int, axes: tuple[int | None, ...], inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+    each = [
+        operation(*(_one_of(x, axis, number) for x, axis in zip(inputs, axes, strict=True))) for number in range(size)
+    ]
+    if isinstance(each[0], Tensor):
+        return torch.stack(each), 0
+    found = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
+    return found, (0,) * len(found)
+
+
+def _one_of(tensor: Any, axis: int | None, number: int) -> Any:
+    return tensor if axis is None else tensor.select(axis, number)
+
+
+def _folded(tensor: Any, axis: int | None, size: int, batch: int) -> Any:
+    """``[B or 1, ...]``, with a mapped axis or without, to ``[size * B, ...]``."""
+    if not isinstance(tensor, Tensor):
+        return tensor
+    tensor = tensor.expand(size, *tensor.shape) if axis is None else tensor.movedim(axis, 0)
+    return tensor.expand(-1, batch, *tensor.shape[2:]).flatten(0, 1)
+
+
+_map_as_batch(_chunked_attention)
+_map_as_batch(_chunked_attention_backward)
+
+
+@_chunked_responsibilities.register_vmap
+def _(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+    # Its sums run over the batch, so that is taken.
+    return _one_by_one(_chunked_responsibilities, info.batch_size, axes, inputs)

@@ -20,6 +20,7 @@ from mgk.ops.packed import (
     sequences_of,
     with_batch,
 )
+from mgk.ops.transforms import is_transformed
 from mgk.ops.validation import check_choice, make_problem
 
 LINEAR_BACKENDS = ("auto", "reference", "chunked", "triton")
@@ -205,7 +206,7 @@ def _fused_unsupported(problem: LinearProblem, wants_state: bool) -> str | None:
 
 def _is_fused_best(problem: LinearProblem, wants_state: bool) -> bool:
     query = problem.mixture.query
-    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
+    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16) or is_transformed():
         return False
     return query.shape[2] >= FEW_QUERIES and _fused_unsupported(problem, wants_state) is None
 
@@ -257,7 +258,7 @@ def _check_state(problem: LinearProblem) -> None:
         raise TypeError(f"state must be a tensor, got {type(state).__name__}")
     with torch.no_grad():
         features = problem.feature_map.key(mixture.key[:1, :1, :1, :0].to(mixture.compute_dtype)).shape[-1]
-    expected = [len(mixture.query), mixture.key.shape[1], features, mixture.value.shape[-1] + 1]
+    expected = [mixture.query.shape[0], mixture.key.shape[1], features, mixture.value.shape[-1] + 1]
     if list(state.shape) != expected:
         raise ValueError(f"state must have shape [B, Hkv, F, Dv + 1] = {expected}, got {list(state.shape)}")
     if state.dtype != mixture.compute_dtype:

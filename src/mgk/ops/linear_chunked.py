@@ -42,12 +42,27 @@ def sums(problem: LinearProblem) -> tuple[Tensor, Tensor]:
 def _causal(query: Tensor, features: Tensor, values: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """As many queries ``[B, Hkv, G, N, F]`` as keys ``[B, Hkv, N, F]``; query i sees ``state`` and keys up to i."""
     length = features.shape[2]
-    missing = -length % CHUNK
-    query, features, values = (F.pad(tensor, (0, 0, 0, missing)) for tensor in (query, features, values))
-    query, features, values = (tensor.unflatten(-2, (-1, CHUNK)) for tensor in (query, features, values))
+    query, features, values = _in_chunks(query), _in_chunks(features), _in_chunks(values)
     own = features.mT @ values  # [B, Hkv, chunks, F, Dv + 1]
-    after = state[:, :, None] + own.cumsum(dim=2)
-    before = torch.cat([state[:, :, None], after[:, :, :-1]], dim=2)
+    states = torch.cat([state[:, :, None], own], dim=2).cumsum(dim=2)
     pairs = (query @ features[:, :, None].mT).tril()
-    found = pairs @ values[:, :, None] + query @ before[:, :, None]
-    return found.flatten(3, 4)[:, :, :, :length], after[:, :, -1] if after.shape[2] else state
+    found = (pairs @ values[:, :, None] + query @ states[:, :, None, :-1]).flatten(3, 4)
+    if torch.compiler.is_exporting():
+        found = found.index_select(3, torch.arange(length, device=found.device))
+    return found[:, :, :, :length], states[:, :, -1]
+
+
+def _in_chunks(tensor: Tensor) -> Tensor:
+    """``[..., N, X]`` to ``[..., chunks, CHUNK, X]``, filled with zeros.
+
+    An exported graph serves every length, so nothing in it may depend on what PyTorch cannot prove of all of them:
+    there are two chunks or more, because one is a case of its own to broadcasting, and places are looked up, since a
+    view asks whether the length divides.
+    """
+    length = tensor.shape[-2]
+    if not torch.compiler.is_exporting():
+        return F.pad(tensor, (0, 0, 0, -length % CHUNK)).unflatten(-2, (-1, CHUNK))
+    chunks = length // CHUNK + 2
+    first = torch.arange(chunks, device=tensor.device)[:, None] * CHUNK
+    place = first + torch.arange(CHUNK, device=tensor.device)
+    return F.pad(tensor, (0, 0, 0, chunks * CHUNK - length))[..., place, :]

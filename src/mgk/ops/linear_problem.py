@@ -56,7 +56,7 @@ class LinearProblem(NamedTuple):
     def counts(self) -> Tensor:
         """How many keys each query sees, ``[B, Nq]``, those before the call left out."""
         mixture = self.mixture
-        batch, num_queries, num_keys = len(mixture.query), mixture.query.shape[2], mixture.key.shape[3]
+        (batch, _, num_queries, _), num_keys = mixture.query.shape, mixture.key.shape[3]
         valid = torch.ones(batch, num_keys, device=mixture.query.device, dtype=mixture.compute_dtype)
         if mixture.key_mask is not None:
             valid = mixture.key_mask.to(valid.dtype)

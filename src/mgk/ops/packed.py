@@ -19,6 +19,7 @@ from mgk.ops.attention import (
     without_autocast,
 )
 from mgk.ops.problem import MixtureProblem
+from mgk.ops.transforms import is_mapped
 from mgk.ops.validation import check_choice, is_traced, make_problem, may_inspect_values
 
 
@@ -193,6 +194,8 @@ def sequences_of(problem: MixtureProblem, cu_seqlens_q: Tensor, cu_seqlens_k: Te
         raise NotImplementedError(
             "packed sequences can be traced with backend='triton' only, got a backend that must know their lengths"
         )
+    if is_mapped(cu_seqlens_q) or is_mapped(cu_seqlens_k):
+        raise ValueError("vmap cannot map over the boundaries of packed sequences, got a cu_seqlens that it maps")
     bounds, key_bounds = _pairs(cu_seqlens_q.tolist()), _pairs(cu_seqlens_k.tolist())
     per_position = problem.log_prior is not None and problem.log_prior.shape[-1] > 1
     for (first, end), (first_key, end_key) in zip(bounds, key_bounds, strict=True):

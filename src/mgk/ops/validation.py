@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mgk.ops.problem import MixtureProblem
+from mgk.ops.transforms import is_transformed
 
 FLOATING_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 SIMILARITIES = ("gaussian", "dot")
@@ -36,8 +37,11 @@ def is_traced() -> bool:
 
 
 def may_inspect_values(tensor: Tensor) -> bool:
-    """Whether reading numbers out of ``tensor`` costs neither a device synchronisation nor a graph break."""
-    if is_traced() or tensor.device.type == "meta" or type(tensor) not in (Tensor, Parameter):
+    """Whether reading numbers out of ``tensor`` costs neither a device synchronisation nor a graph break.
+
+    What a transform has wrapped may hold the numbers of many calls, or none.
+    """
+    if is_traced() or is_transformed() or tensor.device.type == "meta" or type(tensor) not in (Tensor, Parameter):
         return False
     return tensor.device.type == "cpu" or _debug_checks
 

@@ -37,7 +37,8 @@ def collect(runs: Path, results: Path) -> list[Path]:
     there before is overwritten, but for an archive, which replaces no result of another run.
 
     Args:
-        runs: a folder with runs in it, at any depth, another folder of results, or an archive of ``mgk sweep --archive``.
+        runs: a folder with runs in it, at any depth, another folder of results, or an archive of
+            ``mgk sweep --archive``.
         results: where results are.
     """
     if runs.is_file() and is_archive(runs):

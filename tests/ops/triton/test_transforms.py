@@ -267,7 +267,7 @@ def test_vmap_and_func_grad_are_right_or_refused(device):
 
     mapped = torch.func.vmap(function)(keys)
     assert relative_error(mapped, torch.stack([function(key) for key in keys])) < 1e-6
-    with pytest.raises(RuntimeError, match=r"setup_context|functorch"):
+    with pytest.raises(ValueError, match=r"backend='triton' cannot do a derivative of torch.func: use 'auto'"):
         torch.func.grad(lambda key: function(key).square().sum())(inputs["key"])
 
 
