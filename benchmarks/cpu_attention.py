@@ -179,10 +179,10 @@ def main() -> None:
     parser.add_argument("--causal", action="store_true", help="causal attention as well")
     parser.add_argument("--write", action="store_true", help="write the JSON and the table of docs/benchmarks.md")
     arguments = parser.parse_args()
-    shapes = SHAPES
+    shapes: Iterable[tuple[int, int]] = SHAPES
     if arguments.shape:
         try:
-            shapes = tuple((int(batch), int(tokens)) for batch, tokens in (text.split("x") for text in arguments.shape))
+            shapes = [(int(batch), int(tokens)) for batch, tokens in (text.split("x") for text in arguments.shape)]
         except ValueError:
             parser.error(f"--shape must look like 8x1024, got {' '.join(arguments.shape)}")
     torch.manual_seed(0)

@@ -73,7 +73,9 @@ def test_no_other_result_is_overwritten(tmp_path):
         tmp_path / "second.tar.xz", make_run(tmp_path, "mgk-4", 1), make_run(tmp_path, "mgk-4", 0, perplexity=29.0)
     )
     before = contents(results)
-    with pytest.raises(ValueError, match=r"must not replace the result of another run, got .* from .*mgk-4-seed-0\.json"):
+    with pytest.raises(
+        ValueError, match=r"must not replace the result of another run, got .* from .*mgk-4-seed-0\.json"
+    ):
         collect(second, results)
     assert contents(results) == before
     (results / RECIPE / "mgk-4-seed-0.json").unlink()

@@ -20,7 +20,7 @@ Backward computes each tile again from the row normalisers. Four observations on
   a workspace that stays.
 
 ``grid.py`` says how a call is cut into tiles, ``block.py`` prepares the operands of some heads, ``passes.py`` walks
-through their tiles forward and backward, ``workspace.py`` keeps the memory.
+through their tiles forward and backward, ``memory.py`` keeps what they work in.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from torch import Tensor
 
 from mgk.ops.cpu.block import LARGEST_LOG_RATIO, Block, Call, Inputs
 from mgk.ops.cpu.grid import Grid
+from mgk.ops.cpu.memory import workspace
 from mgk.ops.cpu.passes import backward_pass, forward_pass
-from mgk.ops.cpu.workspace import workspace
 from mgk.ops.problem import MixtureProblem
 from mgk.ops.validation import may_inspect_values
 

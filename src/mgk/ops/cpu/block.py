@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mgk.ops.cpu.grid import Grid
-from mgk.ops.cpu.workspace import workspace
+from mgk.ops.cpu.memory import workspace
 
 LOG2E = 1.0 / math.log(2.0)
 

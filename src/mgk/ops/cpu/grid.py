@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-# Pairs of a query and a key in one tile, and its sides where the sequence is longer. Smaller tiles fit the cache better,
-# larger ones spend less time in Python.
+# Pairs of a query and a key in one tile, and its sides where the sequence is longer. Smaller tiles fit the cache
+# better, larger ones spend less time in Python.
 TILE_PAIRS = 2**20
 TILE_ROWS = 512
 TILE_KEYS = 512

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mgk.ops.cpu.block import LOG2E, Block, Inputs
 from mgk.ops.cpu.grid import spans
-from mgk.ops.cpu.workspace import workspace
+from mgk.ops.cpu.memory import workspace
 
 
 class _Tile:
