@@ -14,20 +14,29 @@ NO_SECOND_ORDER = "double backward needs backend='reference', got a backend with
 
 
 class _ZeroGradients(torch.autograd.Function):
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(out: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in inputs]
         return out.view_as(out)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in inputs[1:]]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, ...]:
         zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.shapes)
         return (grads[0], *zeros)
+
+
+class _ZeroGradientsTransformed(_ZeroGradients):
+    """For ``torch.func``. A function of this form costs the host more, so it is not the only one."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(out: Tensor, *inputs: Tensor) -> Tensor:  # type: ignore[override]
+        return out.view_as(out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in inputs[1:]]
 
 
 class _FirstOrderOnly(torch.autograd.Function):
@@ -60,7 +69,8 @@ def with_zero_gradients(out: Tensor, *inputs: Tensor | None) -> Tensor:
     connected = [tensor for tensor in inputs if tensor is not None and (tensor.requires_grad or is_mapped)]
     if not connected or not torch.is_grad_enabled() or (is_mapped and needs_plain_torch()):
         return out
-    return _ZeroGradients.apply(out, *connected)
+    function = _ZeroGradientsTransformed if is_mapped else _ZeroGradients
+    return function.apply(out, *connected)
 
 
 def first_order_only(tensor: Tensor) -> Tensor:

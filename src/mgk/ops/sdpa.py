@@ -250,10 +250,8 @@ def _interleave(per_component: Tensor) -> Tensor:
 class _SplitColumn(torch.autograd.Function):
     """An fp32 number as three half-precision ones, ``[..., 3]``, that add up to it once times ``SPLIT_FACTORS``."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(column: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, column: Tensor, dtype: torch.dtype) -> Tensor:
         rest = column.clamp(LOWEST[dtype], -LOWEST[dtype])
         parts = []
         for factor in SPLIT_FACTORS[dtype]:
@@ -263,10 +261,6 @@ class _SplitColumn(torch.autograd.Function):
             parts.append(part)
             rest = rest - part * factor
         return torch.stack(parts, dim=-1).to(dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
