@@ -225,9 +225,11 @@ def test_picture_is_drawn_by_the_library(tmp_path):
 
 
 def test_benchmark_prints_its_ratios():
-    out = run("benchmarks/cpu_attention.py", "--tokens", "128", "--repeats", "1", "--batch", "1")
-    rows = re.findall(r"^ +(softmax|gaussian|smgk|mgk) +\d+ .*x$", out, re.MULTILINE)
-    assert sorted(rows) == sorted(["softmax", "gaussian", "smgk", "mgk"] * 2)
+    out = run("benchmarks/cpu_attention.py", "--shape", "1x64", "--repeats", "1", "--causal", "--backends")
+    rows = re.findall(r"^ +(softmax|gaussian|smgk|mgk) +\d+ +(\w+) .*x$", out, re.MULTILINE)
+    backends = ("auto", "cpu", "sdpa", "chunked", "reference")
+    expected = [("softmax", "stock")] * 2 + [(name, each) for name in ("gaussian", "smgk", "mgk") for each in backends]
+    assert sorted(rows) == sorted(expected * 2)
 
 
 def test_instructions_of_a_pair_are_counted():

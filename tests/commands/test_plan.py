@@ -78,7 +78,7 @@ def wanted():
 
 def test_every_cell_of_the_committed_plan_can_be_run(wanted):
     """Each is a row that its recipe has, and what is not as the recipe says is in the name of the row."""
-    assert len(wanted) == 24 * 5 + 17 * 5 + 18 * 3 + 3 + 4 * 9 * 2
+    assert len(wanted) == 24 * 5 + 17 * 5 + 18 * 3 + 3 + 4 * 9 * 2 + 6 + 3 + 6 + 12
     for cell in wanted:
         recipe = mgk.recipes.load(cell.config.name)
         assert cell.config.row.removesuffix("+normalization=length") in recipe.rows
@@ -95,3 +95,16 @@ def test_the_committed_plan_has_the_most_wanted_first(wanted):
     first = list(dict.fromkeys(cell.config.row for cell in wanted))[:11]
     published = mgk.recipes.paper()["tables"]["T1"]["recipes"]["lra/listops"]
     assert sorted(first) == sorted(row for row in published if not row.endswith("-6"))
+
+
+def test_every_cell_of_the_plan_of_fidelity_can_be_run():
+    """It has the recipe of today and every variant that the page `fidelity` compares it with, but for what has run."""
+    wanted = plan_cells(PLAN.with_name("long-range-arena-fidelity.yaml"), Path("runs"))
+    for cell in wanted:
+        recipe = mgk.recipes.load(cell.config.name)
+        assert cell.config.row in recipe.rows
+        assert cell.config == recipe.config(cell.config.row, seed=cell.config.seed)
+    variants = {name for name in mgk.recipes.names() if name.startswith("lra/listops-") and "linear" not in name}
+    assert {cell.config.name for cell in wanted if "listops-" in cell.config.name} == variants - {
+        "lra/listops-no-activation-dropout"
+    }

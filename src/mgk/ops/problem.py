@@ -142,10 +142,9 @@ class MixtureProblem(NamedTuple):
 
 
 def _in_common(one: Tensor, other: Tensor) -> Tensor:
-    """Coordinate by coordinate the smaller of the two, or 0 where their signs differ or one is not finite."""
-    one, other = (x.nan_to_num(0.0, 0.0, 0.0) for x in (one, other))
-    smaller = torch.where(one.abs() < other.abs(), one, other)
-    return torch.where(one * other > 0, smaller, 0.0)
+    """Coordinate by coordinate the one nearer to 0, or 0 where their signs differ or the result is not finite."""
+    common = torch.minimum(one, other).clamp(min=0.0) + torch.maximum(one, other).clamp(max=0.0)
+    return common.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _first_valid(tensor: Tensor, mask: Tensor | None) -> Tensor:

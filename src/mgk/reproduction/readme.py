@@ -150,7 +150,8 @@ def _sentences(pages: Sequence[Page], results: Results) -> list[str]:
     if missed:
         parts.append(
             "**Not the paper's number** (outside of the 95 % interval of our seeds, and further away than the margin "
-            f"of the metric): {'; '.join(missed)}."
+            f"of the metric): {'; '.join(missed)}. In what our training differs from the published code: "
+            "[fidelity](docs/results/fidelity.md)."
         )
     chosen = plateau.recipes(results)
     if chosen:

@@ -113,7 +113,9 @@ def _attend(problem: MixtureProblem, *, shares_key: bool) -> Tensor:
     is_gaussian = problem.similarity == "gaussian"
     shift, log_prior = problem.shift, problem.log_prior if problem.num_components > 1 else None
     first_value, common_value = problem.common_value()
-    visible = problem.count_visible_keys().expand(len(query), 1, query.shape[2])
+    # A row that sees one key alone is given its value: it must not learn of the others, not even in its last bit.
+    may_see_one = problem.is_causal or problem.key_mask is not None or key.shape[3] == 1
+    visible = problem.count_visible_keys().expand(len(query), 1, query.shape[2]) if may_see_one else None
     call = Call(
         scale=1.0 / float(problem.variance),
         is_gaussian=is_gaussian,
@@ -122,11 +124,9 @@ def _attend(problem: MixtureProblem, *, shares_key: bool) -> Tensor:
         origin=problem.origin() if is_gaussian else None,
         key_mask=problem.key_mask,
         common_value=common_value if bool(common_value.any()) else None,
-        is_blind=None if problem.key_mask is None else (visible == 0)[:, None, ..., None],
+        is_blind=None if visible is None or problem.key_mask is None else (visible == 0)[:, None, ..., None],
     )
-    # A row that sees one key alone is given its value: it must not learn of the others, not even in its last bit.
-    may_see_one = problem.is_causal or problem.key_mask is not None or key.shape[3] == 1
-    single = (visible == 1)[..., None] if may_see_one else None
+    single = None if visible is None else (visible == 1)[..., None]
     out: Tensor = _TiledAttention.apply(
         call, single, first_value, query, key, value,
         None if shift is None else shift.to(dtype), None if log_prior is None else log_prior[..., 0].to(dtype),
