@@ -78,6 +78,7 @@ COMMANDS = {
     r"pip install -e \.": "Makefile",
     r"python examples/tiny_language_model\.py .*": "test_language_model_example_learns",
     r"python benchmarks/variant_costs\.py": "test_costs_are_those_that_are_counted",
+    r"python benchmarks/cpu_attention\.py .*": "test_benchmark_prints_its_ratios",
     r"python benchmarks/instructions\.py .*": "test_instructions_of_a_pair_are_counted",
     r"python benchmarks/tiles\.py .*": "test_tiles_are_timed",
     r"python benchmarks/compile_ahead\.py": "test_kernels_are_compiled_ahead",
@@ -285,7 +286,7 @@ def test_accuracy_is_measured(tmp_path, monkeypatch, capsys):
     accuracy.main()
     rows = json.loads((tmp_path / "cpu.json").read_text())["rows"]
     assert f"wrote cpu.json: {len(rows)} rows" in capsys.readouterr().out
-    assert len(rows) == 3 * 3 * 4 * 3
+    assert len(rows) == 3 * 3 * 4 * 4
     assert all(0 < error < 0.5 for row in rows for error in row["relative_error"].values())
     assert all(row["relative_error"]["output"] < 1e-4 for row in rows if row["dtype"] == "float32")
     assert accuracy.PAGE.read_text() == page

@@ -233,6 +233,10 @@ def train(pipe, folder, corpus, values, phase=None):
             self.split = split
             return super().evaluate(split)
 
+        def test(self, split):
+            self.split = split
+            return super().test(split)
+
         def wait(self):
             if self.waited:
                 return

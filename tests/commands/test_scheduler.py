@@ -17,7 +17,7 @@ from mgk.commands.sweep.cell_process import LOG
 from mgk.commands.sweep.deaths import MOST_DEATHS, MOST_DEATHS_OF_OTHERS
 from mgk.commands.sweep.progress import Progress
 from mgk.commands.sweep.scheduler import WARM_STEPS, Scheduler
-from mgk.training.configuration import to_mapping
+from mgk.training.agreement import record_of
 from mgk.training.loop import CHECKPOINTS
 from mgk.training.signals import GracefulStop
 from mgk.training.status import STATUS, Status
@@ -93,7 +93,7 @@ class Case:
         if code == 0:
             content = {
                 "recipe": "tiny", "row": each.cell.config.row, "seed": each.cell.config.seed, "device": "CPU",
-                "precision": "float32", "config": to_mapping(each.cell.config),
+                "precision": "float32", **record_of(each.cell.config),
                 "metrics": {"test": {"accuracy": 0.5}}, "parameters": 1,
             }  # fmt: skip
             (each.cell.folder / "result.json").write_text(json.dumps(content))

@@ -9,7 +9,7 @@ import pytest
 from training_cases import make_config, make_trainer, take_steps
 
 from mgk import recipes
-from mgk.commands.sweep import _finished
+from mgk.commands.sweep.cell import finished
 from mgk.models import MGKConfig, architecture
 from mgk.models.architectures import ARCHITECTURES
 from mgk.training import CheckpointError, evaluate, result
@@ -156,12 +156,12 @@ def test_a_sweep_does_not_take_the_result_of_another_model(corpus, tmp_path, mon
     trainer = make_trainer(config, tmp_path, corpus)
     take_steps(trainer, 4)
     finish(trainer)
-    assert _finished(tmp_path, config, "cpu") is not None
+    assert finished(tmp_path, config, "cpu") is not None
     laid_out = make_config(data={"pack": True}, training={"steps": 4}, validation={"every": 4})
-    assert _finished(tmp_path, laid_out, "cpu") is not None
+    assert finished(tmp_path, laid_out, "cpu") is not None
     monkeypatch.setitem(ARCHITECTURES, "lra-listops", {**ARCHITECTURES["lra-listops"], "activation_dropout": 0.2})
     with pytest.raises(ValueError, match=r"got one that differs in model\.activation_dropout$"):
-        _finished(tmp_path, config, "cpu")
+        finished(tmp_path, config, "cpu")
 
 
 def test_an_evaluation_is_of_the_model_that_was_trained(corpus, tmp_path, monkeypatch):

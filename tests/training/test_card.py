@@ -83,7 +83,7 @@ def test_commands_of_a_sweep_make_the_same_runs(monkeypatch, tmp_path):
         made.append((config, options["command"]))
         return {"metrics": {"test": {"accuracy": 0.5}}, "parameters": 1}
 
-    monkeypatch.setattr("mgk.commands.sweep.run", remember)
+    monkeypatch.setattr("mgk.commands.sweep.in_turn.run", remember)
     run_sweep(
         "lra/listops", rows=["smgk-4", "softmax-8+qk_norm"], seeds=[0, 3], changes=["optimizer.lr=2e-4"],
         folder=tmp_path, say=lambda text: None,

@@ -6,7 +6,6 @@ call that is not like a measured one keeps the stock kernels.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,8 +97,7 @@ def ignored() -> Iterator[None]:
         _table = before
 
 
-@torch.compiler.assume_constant_result
-@functools.cache
 def architecture(index: int) -> str:
-    """Of a GPU by its number."""
-    return f"sm{''.join(map(str, torch.cuda.get_device_capability(index)))}"
+    """Of a GPU by its number, such as ``sm90``."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm{major}{minor}"

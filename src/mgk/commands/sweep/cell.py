@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import mgk.recipes
-from mgk.commands.training import default_run
+from mgk.commands.training import default_run, train_command
 from mgk.training import result
 from mgk.training.agreement import record_of, run_differences
 from mgk.training.configuration import RunConfig
@@ -23,6 +23,8 @@ class Cell:
     config: RunConfig
     folder: Path
     """Where its run is, or will be."""
+    command: str
+    """What makes this run alone."""
 
     @property
     def title(self) -> str:
@@ -51,7 +53,14 @@ def cells_of(
     configs = [recipe.config(row, changes, seed) for row in (recipe.rows if rows is None else rows) for seed in seeds]
     if not configs:
         raise ValueError(f"a sweep must have rows and seeds, got none of {name}")
-    cells = [Cell(config=config, folder=default_run(config, folder)) for config in configs]
+    cells = [
+        Cell(
+            config=config,
+            folder=default_run(config, folder),
+            command=train_command(name, [*changes, f"seed={config.seed}", "--row", config.row]),
+        )
+        for config in configs
+    ]
     titles = [cell.title for cell in cells]
     for title in titles:
         # Counted twice, one run would make its standard error too small. A change such as seed=3 makes them one.

@@ -36,6 +36,7 @@ def argument_of(cell: Cell, *, device: str, threads: int, analyze: bool, results
     return {
         "config": to_mapping(cell.config),
         "folder": str(cell.folder.absolute()),
+        "command": cell.command,
         "device": device,
         "threads": threads,
         "analyze": analyze,
@@ -57,7 +58,7 @@ def work(argument: Mapping[str, Any]) -> int:
         # It has been prepared before: many processes must not do so at once.
         corpus = registry.open_corpus(config.data.corpus, default_folder(config.data))
         if not (folder / result.RESULT).is_file():
-            _train(config, folder, corpus, argument["device"], file)
+            _train(config, folder, corpus, argument["device"], file, argument["command"])
         if argument["analyze"] and not is_analysed(folder):
             file.enter("analysing")
             samples = min(SAMPLES, count_samples(config, corpus, "test"))
@@ -74,7 +75,7 @@ def work(argument: Mapping[str, Any]) -> int:
     return 0
 
 
-def _train(config: RunConfig, folder: Path, corpus: Corpus, device: str, file: StatusFile) -> None:
+def _train(config: RunConfig, folder: Path, corpus: Corpus, device: str, file: StatusFile, command: str) -> None:
     fabric = build_fabric(device=device)
     fabric.launch()
     file.status.device = result.device_name(fabric.device)
@@ -82,7 +83,7 @@ def _train(config: RunConfig, folder: Path, corpus: Corpus, device: str, file: S
     given_up = time.monotonic() + LOCKED_SECONDS
     while True:
         try:
-            fit(config, folder, corpus, fabric, display=display)
+            fit(config, folder, corpus, fabric, display=display, command=command)
             return
         except RunLockedError:
             if time.monotonic() > given_up:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 import mgk.recipes
 from mgk.commands.sweep.cell import cells_of, finished
-from mgk.commands.training import run, show_metric, train_command, write_copy
+from mgk.commands.training import run, show_metric, write_copy
 
 
 @dataclass
@@ -62,9 +62,8 @@ def run_sweep(
             found = finished(place, config, device)
             say(f"[{number}/{len(cells)}] {title}: {'done before' if found else place}")
             if found is None:
-                command = train_command(name, [*changes, f"seed={config.seed}", "--row", config.row])
                 found = run(
-                    config, place, source=source, resume="auto", device=device, results=results, command=command
+                    config, place, source=source, resume="auto", device=device, results=results, command=cell.command
                 )
             elif results is not None:
                 write_copy(results, found)
