@@ -100,7 +100,8 @@ def printed(folder):
 
 def statuses(folder):
     """What the runs below a folder say, by their folders."""
-    found = {path.parent: read_status(path.parent) for path in sorted(folder.rglob(status.STATUS))}
+    # RECIPE/ROW/seed-N. To look deeper would be to stumble over checkpoints that are being written or removed.
+    found = {path.parent: read_status(path.parent) for path in sorted(folder.glob(f"runs/*/*/*/{status.STATUS}"))}
     return {path: said for path, said in found.items() if said is not None}
 
 

@@ -52,8 +52,8 @@ def train_side_by_side(
     import mgk.recipes
     from mgk.commands.training import bar
     from mgk.training import Display, Trainer, build_fabric, open_or_prepare
+    from mgk.training.errors import Interrupted
     from mgk.training.lock import RunLock
-    from mgk.training.loop import Interrupted
     from mgk.training.run import finish, write_config
     from mgk.training.signals import GracefulStop
 

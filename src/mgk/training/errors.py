@@ -15,3 +15,7 @@ class RunLockedError(RuntimeError):
 
 class NonFiniteError(RuntimeError):
     """Too many steps in a row had no finite loss or gradient."""
+
+
+class Interrupted(Exception):
+    """A signal came."""

@@ -34,7 +34,7 @@ from mgk.training import checkpoint, graphs, skipped, snapshot
 from mgk.training.checkpoint import Checkpoint, Write
 from mgk.training.configuration import RunConfig, to_mapping
 from mgk.training.distributed import seed_everything, total_norm
-from mgk.training.errors import CheckpointError, CheckpointWriteError, NonFiniteError
+from mgk.training.errors import CheckpointError, CheckpointWriteError, Interrupted, NonFiniteError
 from mgk.training.graphs import GraphedStep
 from mgk.training.loss_scale import LossScale
 from mgk.training.resolved_model import describe_model
@@ -49,10 +49,6 @@ Resume = Literal["auto", "never"] | int
 
 CHECKPOINTS, SKIPPED = "checkpoints", "skipped.jsonl"
 STEP, BEST = "step", "best"
-
-
-class Interrupted(Exception):
-    """A signal came."""
 
 
 class Trainer:

@@ -15,8 +15,9 @@ from mgk.data.store import Corpus
 from mgk.training import card, checkpoint, result
 from mgk.training.configuration import RunConfig, to_mapping
 from mgk.training.distributed import on_first_rank
+from mgk.training.errors import Interrupted
 from mgk.training.lock import RunLock
-from mgk.training.loop import CHECKPOINTS, Interrupted, Resume, Trainer
+from mgk.training.loop import CHECKPOINTS, Resume, Trainer
 from mgk.training.resolved_model import describe_model
 from mgk.training.signals import GracefulStop
 from mgk.training.tracking import Display
