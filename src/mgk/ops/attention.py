@@ -81,8 +81,8 @@ def mixture_attention(
         attn_mask: bool, broadcastable to ``[B, H, Nq, Nk]``, True = attend.
         dropout_p: probability of dropping the normalised weight of a pair (i, j).
         backend: ``"auto"`` picks the fastest that serves the call. ``"reference"`` materialises and reads like the
-            equations, ``"chunked"`` does everything in linear memory, ``"sdpa"`` runs on the stock fused kernels,
-            ``"triton"`` on our own, for GPUs.
+            equations, ``"chunked"`` does everything in linear memory, ``"cpu"`` runs in tiles that fit the cache of a
+            CPU, ``"sdpa"`` on the stock fused kernels, ``"triton"`` on our own, for GPUs.
 
     Returns:
         ``[B, H, Nq, Dv]`` in the dtype of ``query``. A row that sees no key is 0, and so is its gradient.
