@@ -13,7 +13,8 @@ pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction
 
 import mgk
-from mgk.ops.triton import call, forward, launch, tuning
+from mgk.ops.triton import call, launch, tuning
+from mgk.ops.triton.kernels import forward
 
 HALF = torch.bfloat16
 

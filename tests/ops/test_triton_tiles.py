@@ -12,7 +12,7 @@ from mgk.ops.triton import tuning
 if not tuning.HAS_ROLES:
     pytest.skip("roles are written for another version of Triton", allow_module_level=True)
 
-from mgk.ops.triton import wide_forward
+from mgk.ops.triton.kernels.hopper import wide_forward
 
 
 def tiles_of(monkeypatch, rows, blocks, section, programs, is_causal=True, earlier=0):

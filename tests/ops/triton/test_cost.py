@@ -73,7 +73,8 @@ def test_flops_need_no_data():
 @pytest.mark.skipif(BACKEND != "triton", reason="looks at what the fused kernels leave to be repaired")
 @every_kind
 def test_padding_is_not_repaired(kind, device, monkeypatch):
-    from mgk.ops.triton import forward, passes
+    from mgk.ops.triton import passes
+    from mgk.ops.triton.kernels import forward
 
     left, launch = [], passes.launch
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mgk.ops.problem import MixtureProblem
-from mgk.ops.triton import preparation, tuning
+from mgk.ops.triton import tuning
+from mgk.ops.triton.kernels import preparation
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.layout import aligned, block_width, count_blocks
 

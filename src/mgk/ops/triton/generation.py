@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mgk.ops.problem import MixtureProblem
-from mgk.ops.triton import decode, tuning
+from mgk.ops.triton import tuning
 from mgk.ops.triton.call import LOG2_E, PROGRAMS, SMALL, scales_of
+from mgk.ops.triton.kernels import decode
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.layout import aligned, block_width, count_blocks, descriptor, on_device
 from mgk.ops.triton.operator import is_unwatched, visible_pairs

@@ -13,8 +13,9 @@ from torch.utils.flop_counter import register_flop_formula
 from mgk.ops import feature_maps
 from mgk.ops.autograd import NO_SECOND_ORDER
 from mgk.ops.linear_problem import LinearProblem
-from mgk.ops.triton import linear, linear_backward, replay, tuning
+from mgk.ops.triton import replay, tuning
 from mgk.ops.triton.call import PROGRAMS, SMALL
+from mgk.ops.triton.kernels import linear, linear_backward
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.layout import aligned, block_width, count_blocks, on_device
 from mgk.ops.triton.operator import is_unwatched

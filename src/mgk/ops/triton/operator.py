@@ -15,8 +15,9 @@ from torch.nn import Parameter
 from torch.utils.flop_counter import register_flop_formula
 
 from mgk.ops.autograd import NO_SECOND_ORDER
-from mgk.ops.triton import replay, statistics
+from mgk.ops.triton import replay
 from mgk.ops.triton.call import Call, TermsLayout
+from mgk.ops.triton.kernels import responsibilities
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.layout import aligned, aligned_width, block_width, by_token, count_blocks, descriptor, on_device
 from mgk.ops.triton.passes import backward_pass, forward_pass
@@ -41,7 +42,7 @@ def fused_responsibilities(
         blocks = count_blocks(call.queries, tile.rows)
         sums = call.new(blocks * call.batch * call.heads, 8)
         launch(
-            statistics.responsibilities,
+            responsibilities.responsibilities,
             sums.shape[0],
             (
                 descriptor(call.query, tile.rows), descriptor(call.key, tile.columns), call.row, call.column,

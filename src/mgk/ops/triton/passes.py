@@ -5,8 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mgk.ops.triton import backward, forward, key_value_gradients, query_gradients, tuning, two_keys
+from mgk.ops.triton import tuning
 from mgk.ops.triton.call import LOG2_E, PROGRAMS, SMALL, Call, rows_of_small_kernels
+from mgk.ops.triton.kernels import (
+    forward,
+    gradient_sums,
+    key_value_gradients,
+    query_gradients,
+    two_key_gradients,
+)
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.layout import (
     aligned,
@@ -124,7 +131,7 @@ def forward_pass(
 def _forward_with_roles(
     call: Call, values: Tensor, out: Tensor, normaliser: Tensor, tile: tuning.Tile, widths: dict[str, int]
 ) -> None:
-    from mgk.ops.triton.wide_forward import GROUP_ROWS, TILE_ROWS, attention_forward_wide
+    from mgk.ops.triton.kernels.hopper.wide_forward import GROUP_ROWS, TILE_ROWS, attention_forward_wide
 
     assert call.is_plain
     assert not call.joined
@@ -180,7 +187,7 @@ def backward_pass(
         rows = rows_of_small_kernels(block_width(out.shape[-1]))
         blocks = call.padded_queries // rows
         launch(
-            backward.attention_delta,
+            gradient_sums.attention_delta,
             blocks * call.batch * call.heads,
             (
                 out, grad_out, normaliser, grad_normaliser, call.row if call.paired else None, call.level, reference,
@@ -239,7 +246,7 @@ def backward_pass(
             programs = blocks * call.batch * call.kv_heads
             if at_once:
                 arguments = (*tensors, call.scales, reference, delta, grad_column, grad_scales, *numbers)
-                launch(two_keys.attention_backward_two_keys, programs, arguments, own, tile)
+                launch(two_key_gradients.attention_backward_two_keys, programs, arguments, own, tile)
             else:
                 arguments = (
                     *tensors, call.alpha, call.rho, call.scales, call.shift, reference, delta, call.wide, grad_column,
@@ -302,7 +309,7 @@ def _parameter_gradients(
     width = 16 if query_shares is None else query_shares.shape[-1]
     numbers = 512 if tuning.is_interpreted() else ADDED_TOGETHER
     launch(
-        backward.parameter_gradients,
+        gradient_sums.parameter_gradients,
         call.kv_heads * call.components,
         (
             query_shares, key_shares, grad_column if by_head else None, call.scales, grad_shift, grad_prior, scale,

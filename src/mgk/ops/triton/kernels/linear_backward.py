@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.linear import (
+from mgk.ops.triton.kernels.linear import (
     LINEAR_VARYING,
     component,
     features,
@@ -24,7 +24,7 @@ from mgk.ops.triton.linear import (
     rows_apart,
     store_state,
 )
-from mgk.ops.triton.tiles import as_product, load_rows, where_at_least
+from mgk.ops.triton.kernels.tiles import as_product, load_rows, where_at_least
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.tiles import VARYING_WITH_WIDTH, as_product, fast_exp, load_rows, where_at_least
+from mgk.ops.triton.kernels.tiles import VARYING_WITH_WIDTH, as_product, fast_exp, load_rows, where_at_least
 
 LINEAR_VARYING = [*VARYING_WITH_WIDTH, "num_segments", "blocks_per_segment", "stride_key_component", "num_samples"]
 

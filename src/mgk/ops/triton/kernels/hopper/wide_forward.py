@@ -23,7 +23,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mgk.ops.triton.tiles import HEAD_NUMBERS, VARYING_WITH_WIDTH, in_order, mark_wide, partial_sums, place, safe_ratio
+from mgk.ops.triton.kernels.tiles import (
+    HEAD_NUMBERS,
+    VARYING_WITH_WIDTH,
+    in_order,
+    mark_wide,
+    partial_sums,
+    place,
+    safe_ratio,
+)
 
 GROUP_ROWS = gl.constexpr(64)
 """Queries of a warp group: what one instruction of its matrix unit takes."""
