@@ -47,7 +47,7 @@ def started(preset: str, shape: Shape, dropout_p: float) -> list[tuple[Any, tupl
 
     def note(kernel: Any, programs: int, arguments: Any, constants: Any, kinds: Any, tile: Any) -> None:
         named = dict(zip(kernel.arg_names[len(arguments) :], constants, strict=True))
-        if kernel.__name__ in NAMES and not named.get("WIDE"):
+        if kernel.__name__ in NAMES and not named.get("UNFACTORED"):
             found.append((kernel, arguments, named, tile))
 
     vars(launch)["_start"] = note
@@ -129,7 +129,7 @@ def main() -> None:
                 # The first: blocks of which every pair is seen.
                 loop = loops_of(instructions)[0]
                 # Where warps have roles, two groups of them multiply.
-                pairs = tile.rows * tile.columns / (32 * tile.warps * (1 + tile.roles))
+                pairs = tile.rows * tile.columns / (32 * tile.warps * (1 + tile.specialised))
                 spills = sum("STL" in line or "LDL" in line for line in loop)
                 waits = sum("WARPGROUP.DEPBAR" in line for line in loop)
                 products = sum("HGMMA" in line for line in loop)

@@ -39,7 +39,7 @@ def parse(text: str) -> tuning.Tile:
 
 def text_of(tile: tuning.Tile) -> str:
     """What :func:`parse` takes."""
-    words = [name for name in ("waits", "direct", "roles", "turns") if getattr(tile, name)]
+    words = [name for name in ("await_products", "direct", "specialised", "ping_pong") if getattr(tile, name)]
     return ",".join(map(str, [*tile[:4], *([] if tile.registers is None else [tile.registers]), *words]))
 
 
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument(
         "--tile",
         action="append",
-        help="rows,columns,warps,stages[,registers][,waits][,direct][,roles][,turns]; again for more",
+        help="rows,columns,warps,stages[,registers][,await_products][,direct][,specialised][,ping_pong]; again for more",
     )
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--processes", type=int, default=8)

@@ -77,7 +77,7 @@ LONG_MASK = torch.arange(128).expand(2, -1) < 100
     ids=str,
 )  # fmt: skip
 def test_wide_heads_have_warps_with_roles(options, started):
-    if not tuning.HAS_ROLES:
+    if not tuning.HAS_WARP_SPECIALISATION:
         pytest.skip("roles are written for another version of Triton")
     attend(**{"dim": 128, "queries": 128, **options})
     assert "attention_forward_wide" in started
@@ -103,14 +103,14 @@ def test_what_they_cannot_do_is_done_as_ever(options, started):
 
 
 def test_a_triton_that_we_have_not_seen_gets_no_roles(started, monkeypatch):
-    monkeypatch.setattr(tuning, "HAS_ROLES", False)
+    monkeypatch.setattr(tuning, "HAS_WARP_SPECIALISATION", False)
     attend(**PAIR, dim=128, queries=128)
     assert started == FORWARD
 
 
 def test_dropout_draws_random_numbers(started):
     attend(kind="shifted", dropout_p=0.1)
-    assert started == ["random_keys", *FORWARD]
+    assert started == ["random_numbers", *FORWARD]
 
 
 def test_dot_products_of_shifted_keys_are_softmax(started):
@@ -207,6 +207,6 @@ def test_terms_begin_where_the_copy_engine_can_read_them(assignment):
         inputs["query"], key, inputs["shift"], None, None, None, True, assignment == "hard"
     ).sizes()  # fmt: skip
     offsets = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
-    copied = [name for name in ("column", "rho", "unscaled") if sizes[name]]
+    copied = [name for name in ("column", "column_second", "unscaled") if sizes[name]]
     assert len(copied) == (3 if assignment == "hard" else 2)
     assert all(offsets[name] * 4 % 16 == 0 for name in copied)

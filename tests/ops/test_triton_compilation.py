@@ -86,9 +86,9 @@ def call(configuration):
     prior, variance = inputs.get("log_prior"), inputs.get("variance")
     if prior is not None and prior.ndim == 2:
         prior = prior[..., None]
-    scales = None
+    inverse_variance = None
     if isinstance(variance, torch.Tensor):
-        scales = variance.float().reciprocal().expand(2, configuration["components"])
+        inverse_variance = variance.float().reciprocal().expand(2, configuration["components"])
     masks = configuration.get("masks", "none")
     attn_mask = torch.ones(2, 1, 70, 81, dtype=torch.bool) if masks == "pairs" else None
     key_mask = torch.ones(2, 81, dtype=torch.bool) if masks in ("padding", "packed") else None
@@ -102,7 +102,7 @@ def call(configuration):
         value,
         inputs.get("shift"),
         prior,
-        scales,
+        inverse_variance,
         attn_mask,
         key_mask,
         query_mask,
@@ -285,7 +285,7 @@ ROLES = [
 @pytest.mark.parametrize(("preset", "is_causal"), ROLES, ids=str)
 def test_warps_have_roles_with_wide_heads(preset, is_causal, started, monkeypatch):
     """One copies, eight multiply, and what the latter hold in registers stays there from block to block."""
-    if not tuning.HAS_ROLES:
+    if not tuning.HAS_WARP_SPECIALISATION:
         pytest.skip("roles are written for another version of Triton")
     # Dot products have no columns where blocks of keys are whole.
     call({**in_half_precision(preset, 128), "is_causal": is_causal, "prior": None, "keys": 128})

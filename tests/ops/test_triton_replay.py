@@ -132,7 +132,7 @@ def named(tensors, names):
 INPUTS = ("query", "key", "value", "shift", "log_prior")
 BESIDE = ("variance", "attn_mask", "key_mask", "query_mask", "seed", "query_spans", "key_spans")
 OUTPUTS = ("out", "normaliser", "terms")
-GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_shift", "grad_prior", "grad_scales")
+GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_shift", "grad_prior", "grad_inverse_variance")
 
 
 def with_tensors(starts, held):
@@ -231,7 +231,7 @@ def test_the_flag_of_wide_heads_is_cleared(log):
     forward(tensors, options)
     layout = call.TermsLayout(*tensors[:2], *tensors[3:], None, None, True, False)
     sizes = layout.sizes()
-    at = sum(sizes[name] for name in ("row", "alpha", "column", "rho", "origin"))
+    at = sum(sizes[name] for name in ("row", "row_second", "column", "column_second", "origin"))
     poisoned = torch.empty_strided
 
     def full_of_ones(*args, **kwargs):
@@ -240,9 +240,9 @@ def test_the_flag_of_wide_heads_is_cleared(log):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty_strided", full_of_ones)
         terms = forward(tensors, options)[2]
-    assert (terms[at : at + sizes["wide"]] == 0).all()
+    assert (terms[at : at + sizes["unfactored"]] == 0).all()
     assert (terms[:at] == 1).all()
-    assert (terms[at + sizes["wide"] :] == 1).all()
+    assert (terms[at + sizes["unfactored"] :] == 1).all()
 
 
 CHANGES = {

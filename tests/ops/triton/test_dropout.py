@@ -158,7 +158,7 @@ def test_rows_and_columns_keep_as_coins_would(device):
     assert abs(corners.mean() - expected) < 4 * (expected * (1 - expected) / corners.numel()) ** 0.5
 
 
-def random_keys(device, **sizes):
+def random_numbers(device, **sizes):
     """Numbers of rows ``[heads, padded]`` and of two columns ``[heads, padded / 2]``."""
     from mgk.ops.triton.call import Call
 
@@ -166,13 +166,13 @@ def random_keys(device, **sizes):
     seed = torch.tensor([3], device=device)
     tensors = (inputs["query"], inputs["key"], inputs["value"], None, None, None, None, None, None, seed)
     call = Call(*tensors, None, 1.0, True, False, False, DROPOUT)
-    return call.row_key.view(-1, call.padded_queries), call.column_key.view(-1, call.padded_keys // 2)
+    return call.row_random.view(-1, call.padded_queries), call.column_random.view(-1, call.padded_keys // 2)
 
 
 @pytest.mark.parametrize("parity", [0, 1], ids=["even", "odd"])
 def test_rows_drop_independently_of_each_other(parity, device):
     """P23: as often together as coins would, but for one pair of rows in two hundred."""
-    rows, columns = (keys[0].long() for keys in random_keys(device, batch=1, heads=1, queries=1024, keys=4096))
+    rows, columns = (keys[0].long() for keys in random_numbers(device, batch=1, heads=1, queries=1024, keys=4096))
     product = rows[:, None] * columns << (0 if parity else 16)
     kept = (product & 0x7FFFFFFF) >= round(DROPOUT * 2**15) << 16
     drops = (kept.double() - (1 - DROPOUT)) / (DROPOUT * (1 - DROPOUT)) ** 0.5
@@ -185,7 +185,7 @@ def test_rows_drop_independently_of_each_other(parity, device):
 
 def test_no_two_rows_or_columns_of_a_head_have_one_number(device):
     """P23: even columns are dropped by the lower halves of two numbers alone, which would soon meet by chance."""
-    for heads in random_keys(device, batch=2, heads=4, kv_heads=2, queries=900, keys=1500):
+    for heads in random_numbers(device, batch=2, heads=4, kv_heads=2, queries=900, keys=1500):
         assert (heads % 2 == 1).all()
         lower = heads & 0x7FFF
         assert all(len(head.unique()) == len(head) for head in lower)
@@ -196,7 +196,7 @@ def test_no_two_rows_or_columns_of_a_head_have_one_number(device):
 
 def test_numbers_come_again_in_another_order(device):
     """P23: there are 2^14 lower halves, and long heads and packs have more tokens than that."""
-    rows, _ = random_keys(device, batch=1, heads=1, queries=2**14 + 300, keys=64)
+    rows, _ = random_numbers(device, batch=1, heads=1, queries=2**14 + 300, keys=64)
     early, late = rows[0, :300] & 0x7FFF, rows[0, 2**14 : 2**14 + 300] & 0x7FFF
     assert (early == late).sum() < 5
 

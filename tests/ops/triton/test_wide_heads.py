@@ -49,7 +49,7 @@ MANY = {"batch": 3, "heads": 8, "kv_heads": 4, "queries": 1000, "keys": 1024, "d
 
 @pytest.fixture(autouse=True)
 def _on_hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0) or not tuning.HAS_ROLES:
+    if torch.cuda.get_device_capability() != (9, 0) or not tuning.HAS_WARP_SPECIALISATION:
         pytest.skip("warps have roles on Hopper GPUs, with the version of Triton that they were written for")
 
 
@@ -70,7 +70,7 @@ def started(monkeypatch):
 def without_roles(function):
     """What the usual kernel makes of it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "HAS_ROLES", False)
+        patch.setattr(tuning, "HAS_WARP_SPECIALISATION", False)
         replay._recordings.clear()
         result = function()
         replay._recordings.clear()

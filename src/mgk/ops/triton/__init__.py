@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mgk.ops.autograd import with_zero_gradients
 from mgk.ops.problem import MixtureProblem
-from mgk.ops.triton.call import scales_of
+from mgk.ops.triton.call import inverse_variance_of
 from mgk.ops.triton.generation import attend_in_step, is_step
 from mgk.ops.triton.operator import attend, fused_responsibilities
 from mgk.ops.triton.tuning import is_interpreted
@@ -108,9 +108,9 @@ def responsibility_sums(problem: MixtureProblem, query_spans: Tensor | None = No
     """``sum over visible (i, j) of p(r | i, j)``, ``[Hkv, M]``: the E-step. Not differentiable."""
     with torch.no_grad():
         query, key = _operands(problem)
-        scale, scales = scales_of(problem)
+        scale, inverse_variance = inverse_variance_of(problem)
         return fused_responsibilities(
-            query, key, problem.shift, problem.log_prior, scales, problem.attn_mask, problem.key_mask,
+            query, key, problem.shift, problem.log_prior, inverse_variance, problem.attn_mask, problem.key_mask,
             problem.query_mask, query_spans, scale, problem.similarity == "gaussian", problem.is_causal,
         )  # fmt: skip
 
@@ -122,9 +122,9 @@ def _attend(
     spans: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
     query, key = _operands(problem)
-    scale, scales = scales_of(problem)
+    scale, inverse_variance = inverse_variance_of(problem)
     return attend(
-        query, key, value, problem.shift, problem.log_prior, scales, problem.attn_mask, problem.key_mask,
+        query, key, value, problem.shift, problem.log_prior, inverse_variance, problem.attn_mask, problem.key_mask,
         problem.query_mask, seed, *spans, scale, problem.similarity == "gaussian", problem.is_causal,
         # Of one component there is nothing to choose.
         problem.assignment == "hard" and problem.num_components > 1, problem.dropout_p,

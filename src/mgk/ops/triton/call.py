@@ -53,7 +53,7 @@ class TermsLayout:
     """Which row and column terms a call has, and how much room they take: known from shapes alone."""
 
     def __init__(
-        self, query: Tensor, key: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
+        self, query: Tensor, key: Tensor, shift: Tensor | None, log_prior: Tensor | None, inverse_variance: Tensor | None,
         key_mask: Tensor | None, gaussian: bool, hard: bool,
     ) -> None:  # fmt: skip
         self.batch, self.heads, self.queries, self.width = query.shape
@@ -63,23 +63,23 @@ class TermsLayout:
         self.padded_queries = (self.queries + PADDING - 1) // PADDING * PADDING
         self.padded_keys = (self.keys + PADDING - 1) // PADDING * PADDING
         # Two shifted keys of one variance: one product, and softly one exponential.
-        self.paired = shift is not None and self.components == 2 and scales is None
-        self.factored = self.paired and not hard
+        self.two_shifts = shift is not None and self.components == 2 and inverse_variance is None
+        self.factored = self.two_shifts and not hard
         self.hard = hard
-        self.has_norm = gaussian and scales is not None and self.components > 1
+        self.has_norm = gaussian and inverse_variance is not None and self.components > 1
         self.has_row = shift is not None or self.has_norm
         # Keys beyond the end are switched off by their column.
         self.has_column = (
-            gaussian or log_prior is not None or key_mask is not None or self.paired or self.keys % PADDING != 0
+            gaussian or log_prior is not None or key_mask is not None or self.two_shifts or self.keys % PADDING != 0
         )
         # Only half precision: in fp32 the data has been centred.
         self.has_origin = shift is not None and gaussian and query.dtype != torch.float32
         self.block_d = block_width(self.width)
         # Two projected keys of one variance are copied and multiplied side by side.
-        self.joined = shift is None and self.components == 2 and scales is None
-        is_plain = self.paired or self.joined or (self.components == 1 and not self.has_row)
-        self.has_level = gaussian and scales is None and is_plain and query.dtype != torch.float16
-        is_hard_pair = self.paired and hard and self.has_level
+        self.two_keys = shift is None and self.components == 2 and inverse_variance is None
+        is_plain = self.two_shifts or self.two_keys or (self.components == 1 and not self.has_row)
+        self.has_level = gaussian and inverse_variance is None and is_plain and query.dtype != torch.float16
+        is_hard_pair = self.two_shifts and hard and self.has_level
         self.from_bias = is_hard_pair and tuning.starts_from_bias(self.block_d, query.dtype.itemsize)
 
     def sizes(self) -> dict[str, int]:
@@ -87,13 +87,13 @@ class TermsLayout:
         rows, kv_heads = self.batch * self.heads * self.padded_queries, self.batch * self.kv_heads
         return {
             "row": rows * self.components if self.has_row else 0,
-            "alpha": rows if self.paired else 0,
+            "row_second": rows if self.two_shifts else 0,
             "column": kv_heads * self.components * self.padded_keys if self.has_column else 0,
-            "rho": kv_heads * self.padded_keys if self.paired else 0,
+            "column_second": kv_heads * self.padded_keys if self.two_shifts else 0,
             "origin": kv_heads * self.block_d if self.has_origin else 0,
             "unscaled": kv_heads * 2 * self.padded_keys if self.from_bias else 0,
             # A number for each head, so last: the copy engine wants the others to begin at multiples of 16 bytes.
-            "wide": kv_heads if self.factored else 0,
+            "unfactored": kv_heads if self.factored else 0,
             "level": kv_heads if self.has_level else 0,
         }
 
@@ -103,17 +103,17 @@ class Call(TermsLayout):
 
     def __init__(
         self, query: Tensor, key: Tensor, value: Tensor | None, shift: Tensor | None, log_prior: Tensor | None,
-        scales: Tensor | None, attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None,
+        inverse_variance: Tensor | None, attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None,
         seed: Tensor | None, query_spans: Tensor | None, scale: float, gaussian: bool,
         is_causal: bool, hard: bool, dropout_p: float, saved: Tensor | None = None, pairs_are_left: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(query, key, shift, log_prior, scales, key_mask, gaussian, hard)
+        super().__init__(query, key, shift, log_prior, inverse_variance, key_mask, gaussian, hard)
         self.query, self.key = aligned(query), aligned(key.flatten(1, 2))
         self.value = None if value is None else aligned(value)
         self.dtype, self.device = query.dtype, query.device
         self.limits = LIMITS[query.dtype]
         self.scale = scale * LOG2_E
-        self.scales = None if scales is None else (scales.float() * LOG2_E).contiguous()
+        self.inverse_variance = None if inverse_variance is None else (inverse_variance.float() * LOG2_E).contiguous()
         self.shift = None if shift is None else shift.float().contiguous()
         self.log_prior, self.attn_mask, self.gaussian = log_prior, attn_mask, gaussian
 
@@ -122,16 +122,16 @@ class Call(TermsLayout):
         # Packed sequences have spans instead, each its own.
         if query_spans is None and (key_mask is not None or query_mask is not None):
             self.key_range, self.query_range = self._valid_ranges(key_mask, query_mask)
-        self.row_key = self.column_key = None
+        self.row_random = self.column_random = None
         if seed is not None:
-            self.row_key, self.column_key = self._random_keys(seed)
+            self.row_random, self.column_random = self._random_numbers(seed)
         self.options: dict[str, Any] = {
             "M": self.components,
-            "SHARED": shared,
+            "SHARED_KEY": shared,
             "HARD": hard,
             "HAS_ROW": self.has_row,
             "HAS_COLUMN": self.has_column,
-            "EQUAL": scales is None,
+            "ONE_VARIANCE": inverse_variance is None,
             "CAUSAL": is_causal,
             "HAS_MASK": attn_mask is not None,
             "HAS_RANGE": self.key_range is not None,
@@ -139,7 +139,7 @@ class Call(TermsLayout):
             "HAS_LEVEL": self.has_level,
             "FROM_BIAS": self.from_bias,
             "DROPOUT": seed is not None,
-            "PRECISION": "ieee",
+            "INPUT_PRECISION": "ieee",
         }
         # Of a random number fifteen bits are compared, and the sixteen below them left; the last of the fifteen is
         # always set in even columns.
@@ -151,23 +151,23 @@ class Call(TermsLayout):
             self.mask_strides = tuple(0 if size == 1 else stride for size, stride in sizes)
         self._lay_out_terms(saved)
         if saved is None:
-            self._prepare_terms(key_mask, not (pairs_are_left and self.paired))
+            self._prepare_terms(key_mask, not (pairs_are_left and self.two_shifts))
 
     def _lay_out_terms(self, saved: Tensor | None) -> None:
         """Name the parts of the one buffer that holds all terms, or ``saved``, which a forward pass has filled."""
         sizes = self.sizes()
         self.terms = self.new(sum(sizes.values())) if saved is None else saved
         parts = dict(zip(sizes, self.terms.split(list(sizes.values())), strict=True))
-        self.row, self.alpha, self.column, self.rho, self.origin, self.unscaled, self.wide, self.level = (
+        self.row, self.row_second, self.column, self.column_second, self.origin, self.unscaled, self.unfactored, self.level = (
             part if part.numel() else None for part in parts.values()
         )
 
     def _prepare_terms(self, key_mask: Tensor | None, makes_rows: bool) -> None:
         if not (self.has_row or self.has_column):
             return
-        if self.wide is not None:
-            self.wide.zero_()
-        rows = rows_of_terms(self.block_d * (1 if self.options["SHARED"] else self.components))
+        if self.unfactored is not None:
+            self.unfactored.zero_()
+        rows = rows_of_terms(self.block_d * (1 if self.options["SHARED_KEY"] else self.components))
         row_blocks = self.padded_queries // rows if self.has_row and makes_rows else 0
         column_blocks = self.padded_keys // rows if self.has_column else 0
         total = self.batch * (self.heads * row_blocks + self.kv_heads * column_blocks)
@@ -183,9 +183,9 @@ class Call(TermsLayout):
             preparation.logit_terms,
             row_programs + column_programs,
             (
-                self.query, self.key, self.shift, prior, self.scales, self.origin,
+                self.query, self.key, self.shift, prior, self.inverse_variance, self.origin,
                 None if key_mask is None else key_mask.contiguous(), self.query_range, self.key_range, self.row,
-                self.alpha, self.column, self.rho, self.unscaled, self.wide, self.level, *self.query.stride()[:3],
+                self.row_second, self.column, self.column_second, self.unscaled, self.unfactored, self.level, *self.query.stride()[:3],
                 *self.key.stride()[:3],
                 *prior_strides, self.scale, self.limits.ratio, self.limits.level, self.heads,
                 self.heads // self.kv_heads, self.queries,
@@ -193,8 +193,8 @@ class Call(TermsLayout):
             ),
             {
                 "M": self.components,
-                "SHARED": self.options["SHARED"],
-                "PAIRED": self.paired,
+                "SHARED_KEY": self.options["SHARED_KEY"],
+                "TWO_SHIFTS": self.two_shifts,
                 "HARD": self.options["HARD"],
                 "GAUSSIAN": self.gaussian,
                 "HAS_SHIFT": self.shift is not None,
@@ -207,8 +207,8 @@ class Call(TermsLayout):
                 "HAS_ROW": self.has_row and makes_rows,
                 "HAS_COLUMN": self.has_column,
                 "FROM_BIAS": self.from_bias,
-                "NEXT_WAITS": self.has_level and self.tile("forward").roles,
-                "EQUAL": self.scales is None,
+                "DEPENDENT_LAUNCH": self.has_level and self.tile("forward").specialised,
+                "ONE_VARIANCE": self.inverse_variance is None,
                 "BLOCK": rows,
                 "D": self.block_d,
             },
@@ -218,14 +218,14 @@ class Call(TermsLayout):
     def new(self, *shape: int) -> Tensor:
         return self.query.new_empty(shape, dtype=torch.float32)
 
-    def _random_keys(self, seed: Tensor) -> tuple[Tensor, Tensor]:
+    def _random_numbers(self, seed: Tensor) -> tuple[Tensor, Tensor]:
         rows = torch.empty(self.batch * self.heads * self.padded_queries, dtype=torch.int32, device=self.device)
         columns = torch.empty(self.batch * self.kv_heads * self.padded_keys // 2, dtype=torch.int32, device=self.device)
         row_programs, column_programs = count_blocks(rows.numel(), BLOCK), count_blocks(columns.numel(), BLOCK)
         arguments = (
             seed, rows, columns, row_programs, rows.numel(), columns.numel(), self.padded_queries, self.padded_keys,
         )  # fmt: skip
-        launch(preparation.random_keys, row_programs + column_programs, arguments, {"BLOCK": BLOCK}, SMALL)
+        launch(preparation.random_numbers, row_programs + column_programs, arguments, {"BLOCK": BLOCK}, SMALL)
         return rows, columns
 
     def _valid_ranges(self, key_mask: Tensor | None, query_mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -250,8 +250,8 @@ class Call(TermsLayout):
     def kernel(self, name: str) -> tuning.Kernel:
         """What this call's tile is chosen by."""
         width = block_width(max(self.width, 0 if self.value is None else self.value.shape[-1]))
-        kind = "pair" if self.paired else "one" if self.components == 1 else "two" if self.joined else "many"
-        if self.hard and kind in ("pair", "two"):
+        kind = "two shifts" if self.two_shifts else "one" if self.components == 1 else "two keys" if self.two_keys else "many"
+        if self.hard and kind in ("two shifts", "two keys"):
             kind = f"hard {kind}"
         return tuning.Kernel(
             name, width, self.dtype.itemsize, kind, bool(self.options["CAUSAL"]), self.attn_mask is not None,
@@ -270,7 +270,7 @@ class Call(TermsLayout):
             and block_width(self.width) == block_width(self.value.shape[-1])
             and not any(self.options[name] for name in asked)
             and not (self.options["CAUSAL"] and self.keys < self.queries)
-            and (self.has_level or (self.components == 1 and self.scales is None and has_no_bias))
+            and (self.has_level or (self.components == 1 and self.inverse_variance is None and has_no_bias))
         )
 
     def run(self, name: str, run: Any) -> None:
@@ -298,7 +298,7 @@ def power_of_two(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
-def scales_of(problem: MixtureProblem) -> tuple[float, Tensor | None]:
+def inverse_variance_of(problem: MixtureProblem) -> tuple[float, Tensor | None]:
     """``1 / variance``: a number for all components, or ``[Hkv, M]``."""
     if isinstance(problem.variance, float):
         return 1.0 / problem.variance, None

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mgk.ops.problem import MixtureProblem
 from mgk.ops.triton import tuning
-from mgk.ops.triton.call import LOG2_E, PROGRAMS, SMALL, scales_of
+from mgk.ops.triton.call import LOG2_E, PROGRAMS, SMALL, inverse_variance_of
 from mgk.ops.triton.kernels import decode
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.layout import aligned, block_width, count_blocks, descriptor, on_device
@@ -43,11 +43,11 @@ def is_step(problem: MixtureProblem) -> bool:
 def attend_in_step(problem: MixtureProblem) -> Tensor:
     """``[B, H, Nq, Dv]``, where :func:`is_step` allows it. What stands at masked keys is never read."""
     hard = problem.assignment == "hard"
-    scale, scales = scales_of(problem)
+    scale, inverse_variance = inverse_variance_of(problem)
     query, log_prior = problem.query, None if hard else problem.log_prior
     if problem.query_mask is not None:
         query = query.masked_fill(~problem.query_mask[:, None, :, None], 0.0)
-    arguments = (query, problem.key, problem.value, problem.shift, log_prior, scales, problem.key_mask)
+    arguments = (query, problem.key, problem.value, problem.shift, log_prior, inverse_variance, problem.key_mask)
     call: Any = run if is_unwatched(*arguments) else fused_decode
     out = call(*arguments, scale, problem.similarity == "gaussian", problem.is_causal, hard)
     return out if problem.query_mask is None else out.masked_fill(~problem.query_mask[:, None, :, None], 0.0)
@@ -55,11 +55,11 @@ def attend_in_step(problem: MixtureProblem) -> Tensor:
 
 @torch.library.custom_op("mgk::fused_decode", mutates_args=())
 def fused_decode(
-    query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, inverse_variance: Tensor | None,
     key_mask: Tensor | None, scale: float, gaussian: bool, is_causal: bool, hard: bool,
 ) -> Tensor:  # fmt: skip
     """Attention of a few queries, ``[B, H, Nq, Dv]``, without a gradient. Arguments as of ``fused_attention``."""
-    return run(query, key, value, shift, log_prior, scales, key_mask, scale, gaussian, is_causal, hard)
+    return run(query, key, value, shift, log_prior, inverse_variance, key_mask, scale, gaussian, is_causal, hard)
 
 
 @fused_decode.register_fake
@@ -68,7 +68,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
 
 
 def run(
-    query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, inverse_variance: Tensor | None,
     key_mask: Tensor | None, scale: float, gaussian: bool, is_causal: bool, hard: bool,
 ) -> Tensor:  # fmt: skip
     batch, heads, queries, width = query.shape
@@ -97,29 +97,29 @@ def run(
         if log_prior is not None:
             by_position = log_prior.stride(2) if log_prior.shape[2] > 1 else 0
             prior_strides = (log_prior.stride(0), log_prior.stride(1), by_position)
-        own_scales = None if scales is None else (scales.float() * LOG2_E).contiguous()
+        own_inverse_variance = None if inverse_variance is None else (inverse_variance.float() * LOG2_E).contiguous()
         launch(
             decode.decode_split,
             batch * kv_heads * splits,
             (
                 descriptor(key, tile.columns), descriptor(value, tile.columns), query, key, value,
-                None if shift is None else shift.float().contiguous(), log_prior, own_scales,
+                None if shift is None else shift.float().contiguous(), log_prior, own_inverse_variance,
                 key_mask, partial, maximum, sums, *query.stride()[:3], *key.stride()[:4], *value.stride()[:3],
                 *prior_strides, *((0, 0) if key_mask is None else key_mask.stride()), scale * LOG2_E, heads,
                 group_size, queries, keys, keys_per_split, splits, width, value_width,
             ),
             {
                 "M": components,
-                "SHARED": shift is not None or components == 1,
+                "SHARED_KEY": shift is not None or components == 1,
                 "HARD": hard,
                 "GAUSSIAN": gaussian,
-                "EQUAL": scales is None,
+                "ONE_VARIANCE": inverse_variance is None,
                 "HAS_SHIFT": shift is not None,
                 "HAS_PRIOR": log_prior is not None,
                 "PRIOR_BY_KEY": log_prior is not None and log_prior.shape[2] > 1,
                 "HAS_KEY_MASK": key_mask is not None,
                 "CAUSAL": is_causal and queries > 1,
-                "PRECISION": "ieee",
+                "INPUT_PRECISION": "ieee",
                 # With the halves of the shifts, which are rows as well.
                 "ROWS": block_width(rows + (2 * components if shift is not None and gaussian else 0)),
                 "BLOCK_J": tile.columns,

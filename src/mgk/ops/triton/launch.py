@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mgk.ops.triton.tuning import HAS_ROLES, Tile, is_interpreted
+from mgk.ops.triton.tuning import HAS_WARP_SPECIALISATION, Tile, is_interpreted
 
 hooks = triton.knobs.runtime
 # How a compiled version is started is no public matter: with a Triton that we have not seen, Triton starts it.
@@ -127,7 +127,7 @@ def _start(
 def _compile_and_start(
     kernel: Any, programs: int, arguments: tuple[Any, ...], constants: tuple[Any, ...], tile: Tile
 ) -> Any:
-    if HAS_ROLES and kernel.is_gluon():
+    if HAS_WARP_SPECIALISATION and kernel.is_gluon():
         arguments = tuple([with_layout(each) if type(each) is TensorDescriptor else each for each in arguments])
     return kernel[(programs,)](*arguments, *constants, **tile.settings())
 

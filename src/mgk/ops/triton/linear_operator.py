@@ -118,7 +118,7 @@ def _plan(
         "MAP": feature_map,
         "CAUSAL": is_causal,
         "BY_SUM": by_sum,
-        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        "INPUT_PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
         "D": width,
         "DV": value_width,
         "EVEN": (width, value_width) == widths,

@@ -28,14 +28,14 @@ fused_attention_backward = torch.library.custom_op("mgk::fused_attention_backwar
 
 @torch.library.custom_op("mgk::fused_responsibilities", mutates_args=())
 def fused_responsibilities(
-    query: Tensor, key: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
+    query: Tensor, key: Tensor, shift: Tensor | None, log_prior: Tensor | None, inverse_variance: Tensor | None,
     attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, query_spans: Tensor | None,
     scale: float, gaussian: bool, is_causal: bool,
 ) -> Tensor:  # fmt: skip
     """``sum over visible (i, j) of p(r | i, j)``, ``[Hkv, M]``."""
     with on_device(query):
         call = Call(
-            query, key, None, shift, log_prior, scales, attn_mask, key_mask, None, None, query_spans, scale,
+            query, key, None, shift, log_prior, inverse_variance, attn_mask, key_mask, None, None, query_spans, scale,
             gaussian, is_causal, False, 0.0,
         )  # fmt: skip
         tile = call.tile("query")
@@ -46,7 +46,7 @@ def fused_responsibilities(
             sums.shape[0],
             (
                 descriptor(call.query, tile.rows), descriptor(call.key, tile.columns), call.row, call.column,
-                call.scales, sums, attn_mask, None if query_mask is None else query_mask.contiguous(),
+                call.inverse_variance, sums, attn_mask, None if query_mask is None else query_mask.contiguous(),
                 query_spans, *call.mask_strides, call.padding, call.scale, call.heads, call.heads // call.kv_heads,
                 call.queries, call.keys, call.padded_queries, call.padded_keys, blocks,
             ),
@@ -65,7 +65,7 @@ def fused_responsibilities(
 
 @fused_attention.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, inverse_variance: Tensor | None,
     attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None,
     query_spans: Tensor | None, key_spans: Tensor | None, scale: float, gaussian: bool, is_causal: bool, hard: bool,
     dropout_p: float,
@@ -73,7 +73,7 @@ def _(
     out = by_token(query, query.shape[1], query.shape[2], value.shape[-1])
     if value.shape[-1] * value.element_size() % 16 != 0:
         out = out.contiguous()
-    layout = TermsLayout(query, key, shift, log_prior, scales, key_mask, gaussian, hard)
+    layout = TermsLayout(query, key, shift, log_prior, inverse_variance, key_mask, gaussian, hard)
     terms = query.new_empty(sum(layout.sizes().values()), dtype=torch.float32)
     return out, query.new_empty(query.shape[:-1], dtype=torch.float32), terms
 
@@ -81,11 +81,11 @@ def _(
 @fused_attention_backward.register_fake
 def _(
     grad_out: Tensor, grad_normaliser: Tensor | None, out: Tensor, normaliser: Tensor, terms: Tensor, query: Tensor,
-    key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None, *_: Any,
+    key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, inverse_variance: Tensor | None, *_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     extra = [
         normaliser.new_empty(0) if tensor is None else normaliser.new_empty(tensor.shape)
-        for tensor in (shift, log_prior, scales)
+        for tensor in (shift, log_prior, inverse_variance)
     ]
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), *extra
 
@@ -134,8 +134,8 @@ def run_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     def zeroed() -> tuple[int, int, int] | None:
         layout = TermsLayout(query, key, shift, log_prior, None, others[2], options[1], options[3])
         sizes = layout.sizes()
-        first = sum(list(sizes.values())[: list(sizes).index("wide")])
-        return (2, first, first + sizes["wide"]) if layout.factored else None
+        first = sum(list(sizes.values())[: list(sizes).index("unfactored")])
+        return (2, first, first + sizes["unfactored"]) if layout.factored else None
 
     tensors = (*mixture, *added)
     return replay.once(  # type: ignore[return-value]
@@ -167,12 +167,12 @@ def run_backward(grad_out: Tensor, grad_normaliser: Tensor | None, *saved_and_op
 
 
 def _beside_the_mixture(
-    scales: Tensor | None, attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None,
+    inverse_variance: Tensor | None, attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None,
     seed: Tensor | None, *spans: Tensor | None,
 ) -> tuple[tuple[Tensor | None, ...], bool] | None:  # fmt: skip
     """Masks and seed of a call that may be replayed, each tensor once, and whether one mask serves keys and queries;
     ``None`` where more than kernels works on what it has, or it hardly comes again."""
-    if any(other is not None for other in (scales, attn_mask, *spans)):
+    if any(other is not None for other in (inverse_variance, attn_mask, *spans)):
         return None
     has_one_mask = key_mask is not None and query_mask is key_mask
     return (key_mask, None if has_one_mask else query_mask, seed), has_one_mask
@@ -204,11 +204,11 @@ class _Attention(torch.autograd.Function):
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, scales: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, inverse_variance: Tensor | None,
     *others: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention and its row normaliser, the way that takes the host least time. Arguments as of the operation."""
-    tensors = (query, key, value, shift, log_prior, scales)
+    tensors = (query, key, value, shift, log_prior, inverse_variance)
     run: Any = fused_attention
     if is_unwatched(*tensors):
         needs_graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

@@ -26,22 +26,22 @@ class Tile(NamedTuple):
     stages: int
     registers: int | None = None
     """most registers of a thread; fewer let more programs share a multiprocessor"""
-    waits: bool = False
+    await_products: bool = False
     """forward: weights times values are done before the next block begins; takes fewer registers"""
     direct: bool = False
     """forward: terms of columns go from memory to registers, not by way of shared memory; on Hopper only"""
-    roles: bool = False
+    specialised: bool = False
     """forward: some warps copy, others multiply (:mod:`mgk.ops.triton.wide_forward`); on Hopper only"""
-    turns: bool = False
+    ping_pong: bool = False
     """with roles: those who multiply do it in turn"""
-    early: bool = False
+    dependent_launch: bool = False
     """with roles: launched before the kernel that makes the terms ends, for which it waits itself; not in the table:
     :mod:`mgk.ops.triton.passes` knows whether there are terms"""
 
     def settings(self) -> dict[str, int | None]:
         """What Triton calls them."""
         settings = {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
-        return {**settings, "launch_pdl": True} if self.early else settings
+        return {**settings, "launch_pdl": True} if self.dependent_launch else settings
 
 
 class Kernel(NamedTuple):
@@ -54,8 +54,8 @@ class Kernel(NamedTuple):
     element_size: int
     """bytes of a number"""
     kind: str
-    """``"one"`` key, a ``"pair"`` of shifted keys or ``"two"`` projected ones of one variance, ``"many"`` of any other
-    kind; where the choice is hard, ``"hard pair"`` and ``"hard two"``"""
+    """``"one"`` key, a ``"two shifts"`` of shifted keys or ``"two keys"`` projected ones of one variance, ``"many"`` of any other
+    kind; where the choice is hard, ``"hard two shifts"`` and ``"hard two keys"``"""
     is_causal: bool
     has_mask: bool
     """an attention mask, read pair by pair"""
@@ -71,41 +71,41 @@ INTERPRETED = Tile(16, 16, 4, 1)
 # Half precision on Hopper, measured on an H200. By kernel and kind, then by width: 16 and 32, 64, 128.
 HOPPER: dict[tuple[str, str], tuple[Tile, Tile, Tile]] = {
     ("forward", "one"): (
-        Tile(64, 128, 4, 3, 128, waits=True, direct=True), Tile(128, 64, 4, 3, 168, waits=True, direct=True),
-        Tile(128, 64, 8, 2, 128, waits=True),
+        Tile(64, 128, 4, 3, 128, await_products=True, direct=True), Tile(128, 64, 4, 3, 168, await_products=True, direct=True),
+        Tile(128, 64, 8, 2, 128, await_products=True),
     ),
-    ("forward", "pair"): (
-        Tile(64, 128, 4, 3, 128, waits=True), Tile(64, 64, 4, 2, 96, waits=True), Tile(128, 64, 8, 2, 128, waits=True),
+    ("forward", "two shifts"): (
+        Tile(64, 128, 4, 3, 128, await_products=True), Tile(64, 64, 4, 2, 96, await_products=True), Tile(128, 64, 8, 2, 128, await_products=True),
     ),
-    ("forward", "hard pair"): (
-        Tile(64, 128, 4, 3, 128, waits=True), Tile(64, 64, 4, 2, 96, waits=True), Tile(128, 64, 4, 2, waits=True),
+    ("forward", "hard two shifts"): (
+        Tile(64, 128, 4, 3, 128, await_products=True), Tile(64, 64, 4, 2, 96, await_products=True), Tile(128, 64, 4, 2, await_products=True),
     ),
-    ("forward", "two"): (
-        Tile(64, 64, 4, 4, 128, waits=True), Tile(64, 64, 4, 3, 168), Tile(128, 32, 4, 3, direct=True),
+    ("forward", "two keys"): (
+        Tile(64, 64, 4, 4, 128, await_products=True), Tile(64, 64, 4, 3, 168), Tile(128, 32, 4, 3, direct=True),
     ),
-    ("forward", "hard two"): (
-        Tile(64, 64, 4, 3), Tile(128, 32, 4, 3, 168, waits=True, direct=True),
-        Tile(128, 32, 4, 3, waits=True, direct=True),
+    ("forward", "hard two keys"): (
+        Tile(64, 64, 4, 3), Tile(128, 32, 4, 3, 168, await_products=True, direct=True),
+        Tile(128, 32, 4, 3, await_products=True, direct=True),
     ),
     ("forward", "many"): (Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
     ("key_value", "one"): (Tile(64, 64, 4, 3, 168), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
-    ("key_value", "pair"): (Tile(64, 64, 4, 3, 168), Tile(64, 64, 4, 3), Tile(32, 64, 4, 3)),
-    ("key_value", "hard pair"): (Tile(64, 64, 4, 3, 168), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
-    ("key_value", "two"): (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
+    ("key_value", "two shifts"): (Tile(64, 64, 4, 3, 168), Tile(64, 64, 4, 3), Tile(32, 64, 4, 3)),
+    ("key_value", "hard two shifts"): (Tile(64, 64, 4, 3, 168), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)),
+    ("key_value", "two keys"): (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
     ("key_value", "many"): (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
     ("query", "one"): (Tile(64, 64, 4, 3, 128), Tile(64, 64, 4, 2, 128), Tile(64, 64, 4, 2)),
-    ("query", "pair"): (Tile(64, 64, 4, 3, 128), Tile(64, 64, 4, 2, 128), Tile(64, 64, 4, 2)),
-    ("query", "two"): (Tile(64, 64, 4, 2, 168), Tile(64, 64, 4, 2, 168), Tile(128, 64, 8, 2)),
+    ("query", "two shifts"): (Tile(64, 64, 4, 3, 128), Tile(64, 64, 4, 2, 128), Tile(64, 64, 4, 2)),
+    ("query", "two keys"): (Tile(64, 64, 4, 2, 168), Tile(64, 64, 4, 2, 168), Tile(128, 64, 8, 2)),
     # Eight keys of a block lie in shared memory at once.
     ("query", "many"): (Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
 }  # fmt: skip
 
 # Of forward kernels whose warps have roles, for the width of 128. Narrower heads leave registers for more programs,
 # which do better; two projected keys are faster without, too.
-WITH_ROLES = {
-    "one": Tile(128, 128, 4, 2, roles=True, turns=True),
-    "pair": Tile(128, 128, 4, 2, roles=True, turns=True),
-    "hard pair": Tile(128, 128, 4, 2, roles=True),
+WARP_SPECIALISED = {
+    "one": Tile(128, 128, 4, 2, specialised=True, ping_pong=True),
+    "two shifts": Tile(128, 128, 4, 2, specialised=True, ping_pong=True),
+    "hard two shifts": Tile(128, 128, 4, 2, specialised=True),
 }
 # What of the keys and values of a section of heads stays in the L2 cache while it is worked on.
 SECTION_BYTES = 2**25
@@ -116,7 +116,7 @@ CANDIDATES = [
     for warps in (4, 8)
     for stages in (2, 3)
     if rows * columns >= warps * 512
-] + [Tile(64, 128, 4, 3, 128, waits=True), Tile(128, 64, 4, 3, 168, waits=True), Tile(128, 64, 8, 2, 128, waits=True)]
+] + [Tile(64, 128, 4, 3, 128, await_products=True), Tile(128, 64, 4, 3, 168, await_products=True), Tile(128, 64, 8, 2, 128, await_products=True)]
 
 _tuned: dict[tuple[Kernel, str], Tile] = {}
 
@@ -124,7 +124,7 @@ _tuned: dict[tuple[Kernel, str], Tile] = {}
 # Read once, as Triton does when it meets a kernel; a compiler could not trace the question.
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 # Gluon, in which they are written, is an experiment of Triton's and changes with each version.
-HAS_ROLES = triton.__version__.split(".")[:2] == ["3", "6"]
+HAS_WARP_SPECIALISATION = triton.__version__.split(".")[:2] == ["3", "6"]
 
 
 def is_interpreted() -> bool:
@@ -215,14 +215,14 @@ def multiprocessors(index: int) -> int:
 def _from_table(kernel: Kernel, architecture: str) -> Tile:
     if architecture != "sm90":
         # Elsewhere the matrix units leave products in other places.
-        return _without_roles(kernel)._replace(direct=False)
+        return _without_specialisation(kernel)._replace(direct=False)
     is_wide = kernel.name == "forward" and kernel.width == 128 and kernel.element_size == 2
-    if HAS_ROLES and is_wide and kernel.is_plain and kernel.kind in WITH_ROLES:
-        return WITH_ROLES[kernel.kind]
-    return _without_roles(kernel)
+    if HAS_WARP_SPECIALISATION and is_wide and kernel.is_plain and kernel.kind in WARP_SPECIALISED:
+        return WARP_SPECIALISED[kernel.kind]
+    return _without_specialisation(kernel)
 
 
-def _without_roles(kernel: Kernel) -> Tile:
+def _without_specialisation(kernel: Kernel) -> Tile:
     # Room first: fp32 products take no tensor cores; wide heads and masks fill registers and shared memory.
     if kernel.element_size == 4 or kernel.width > 128:
         return Tile(32, 32, 4, 1 if kernel.width > 64 else 2)
@@ -230,7 +230,7 @@ def _without_roles(kernel: Kernel) -> Tile:
         return Tile(64, 32, 4, 2)
     if kernel.has_mask:
         return Tile(64, 64 if kernel.width <= 64 else 32, 4, 2)
-    if kernel.name == "key_value" and kernel.kind == "pair" and kernel.width == 64 and kernel.is_causal:
+    if kernel.name == "key_value" and kernel.kind == "two shifts" and kernel.width == 64 and kernel.is_causal:
         return Tile(64, 64, 4, 2)
     if kernel.name == "forward" and (tile := _forward_exception(kernel)) is not None:
         return tile
@@ -240,13 +240,13 @@ def _without_roles(kernel: Kernel) -> Tile:
 
 def _forward_exception(kernel: Kernel) -> Tile | None:
     """Where the table's tile of this kind and width was found to be slower, or to leave too few registers."""
-    if kernel.kind.endswith("two") and not kernel.has_level:
+    if kernel.kind.endswith("two keys") and not kernel.has_level:
         return Tile(64, 64, 4, 2 if kernel.width >= 64 else 3)
-    if kernel.kind == "hard pair" and kernel.width == 128 and not kernel.has_level:
-        return Tile(128, 64, 8, 2, 128, waits=True)
-    if kernel.kind.endswith("pair") and kernel.width == 64 and not kernel.has_level:
+    if kernel.kind == "hard two shifts" and kernel.width == 128 and not kernel.has_level:
+        return Tile(128, 64, 8, 2, 128, await_products=True)
+    if kernel.kind.endswith("two shifts") and kernel.width == 64 and not kernel.has_level:
         return Tile(64, 128, 4, 2, 168)
-    if kernel.kind == "pair" and kernel.width == 64 and kernel.is_causal:
+    if kernel.kind == "two shifts" and kernel.width == 64 and kernel.is_causal:
         return Tile(64, 128, 4, 2, 168)
     return None
 

@@ -33,9 +33,9 @@ def decode_split(
     stride_key_token, stride_value_batch, stride_value_head, stride_value_token, stride_prior_head,
     stride_prior_component, stride_prior_token, stride_mask_batch, stride_mask_key, scale, num_heads, group_size,
     num_queries, num_keys, keys_per_split, num_splits, width, value_width,
-    M: tl.constexpr, SHARED: tl.constexpr, HARD: tl.constexpr, GAUSSIAN: tl.constexpr, EQUAL: tl.constexpr,
+    M: tl.constexpr, SHARED_KEY: tl.constexpr, HARD: tl.constexpr, GAUSSIAN: tl.constexpr, ONE_VARIANCE: tl.constexpr,
     HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr,
+    CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, ROWS: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr,
 ):  # fmt: skip
     """One program for one share of the keys of one key/value head: ``partial [.., rows, Dv]``, maximum and sum."""
@@ -69,7 +69,7 @@ def decode_split(
     b_rows = tl.zeros([8, ROWS], tl.float32)
     b_constant = tl.zeros([8], tl.float32)
     for r in tl.static_range(M):
-        b_scale = scale if EQUAL else tl.load(p_scale + i_kv_head * M + r)
+        b_scale = scale if ONE_VARIANCE else tl.load(p_scale + i_kv_head * M + r)
         b_row = tl.zeros([ROWS], tl.float32)
         b_one = 0.0
         if HAS_SHIFT:
@@ -77,7 +77,7 @@ def decode_split(
             b_row += tl.sum(b_query.to(tl.float32) * b_shift[None, :], 1)
             if GAUSSIAN:
                 b_one -= 0.5 * tl.sum(b_shift * b_shift, 0)
-        if GAUSSIAN and not EQUAL:
+        if GAUSSIAN and not ONE_VARIANCE:
             b_row -= 0.5 * tl.sum(b_query.to(tl.float32) * b_query.to(tl.float32), 1)
         b_rows += tl.where(o_r[:, None] == r, (b_row * b_scale)[None, :], 0.0)
         b_one *= b_scale
@@ -114,7 +114,7 @@ def decode_split(
             p_scale, p_key_mask, i_batch, i_kv_head, i_query, m_row, o_half, o_first, end_full, stride_key_component,
             stride_key_token, stride_value_token, stride_prior_head, stride_prior_component, stride_prior_token,
             stride_mask_batch, stride_mask_key, scale, num_queries, num_keys, width, value_width,
-            M, SHARED, HARD, GAUSSIAN, EQUAL, HAS_SHIFT, PRIOR_BY_KEY, False, CAUSAL, PRECISION, BLOCK_J, D, DV,
+            M, SHARED_KEY, HARD, GAUSSIAN, ONE_VARIANCE, HAS_SHIFT, PRIOR_BY_KEY, False, CAUSAL, INPUT_PRECISION, BLOCK_J, D, DV,
         )  # fmt: skip
     if HAS_KEY_MASK:
         # Blocks of which some keys are masked: those before the others and those after them, or all if there are gaps.
@@ -131,7 +131,7 @@ def decode_split(
                 stride_key_component, stride_key_token, stride_value_token, stride_prior_head, stride_prior_component,
                 stride_prior_token, stride_mask_batch, stride_mask_key, scale, num_queries, num_keys, width,
                 value_width,
-                M, SHARED, HARD, GAUSSIAN, EQUAL, HAS_SHIFT, PRIOR_BY_KEY, True, CAUSAL, PRECISION, PART, D, DV,
+                M, SHARED_KEY, HARD, GAUSSIAN, ONE_VARIANCE, HAS_SHIFT, PRIOR_BY_KEY, True, CAUSAL, INPUT_PRECISION, PART, D, DV,
             )  # fmt: skip
 
     o_own = (i_kv.to(tl.int64) * num_splits + i_split) * num_rows + o_row
@@ -169,9 +169,9 @@ def _attend_to_cache(
     p_key_mask, i_batch, i_kv_head, i_query, m_row, o_half, o_first, end_key, stride_key_component, stride_key_token,
     stride_value_token, stride_prior_head, stride_prior_component, stride_prior_token, stride_mask_batch,
     stride_mask_key, scale, num_queries, num_keys, width, value_width,
-    M: tl.constexpr, SHARED: tl.constexpr, HARD: tl.constexpr, GAUSSIAN: tl.constexpr, EQUAL: tl.constexpr,
+    M: tl.constexpr, SHARED_KEY: tl.constexpr, HARD: tl.constexpr, GAUSSIAN: tl.constexpr, ONE_VARIANCE: tl.constexpr,
     HAS_SHIFT: tl.constexpr, PRIOR_BY_KEY: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Add one block of keys under a running maximum. ``MASKED``: what stands at masked keys is not read."""
     o_j = o_first + tl.arange(0, BLOCK_J)
@@ -191,17 +191,17 @@ def _attend_to_cache(
     b_best = tl.full([BLOCK_J, b_query.shape[0]], float("-inf"), tl.float32)
     b_before = b_maximum
     for r in tl.static_range(M):
-        if r == 0 or not SHARED:
+        if r == 0 or not SHARED_KEY:
             if MASKED:
                 p_tile = p_key + r * stride_key_component + o_j.to(tl.int64)[:, None] * stride_key_token
                 m_tile = b_valid[:, None] & (o_d < width)[None, :]
                 b_key = tl.load(p_tile + o_d[None, :], mask=m_tile, other=0.0)
             else:
                 b_key = d_key.load([i_batch, i_kv_head, r, o_first, 0]).reshape(BLOCK_J, D)
-            b_product = tl.dot(b_key, b_query.T, input_precision=PRECISION)
+            b_product = tl.dot(b_key, b_query.T, input_precision=INPUT_PRECISION)
             if GAUSSIAN:
                 b_norm = 0.5 * tl.sum(b_key.to(tl.float32) * b_key.to(tl.float32), 1)
-        b_scale = scale if EQUAL else tl.load(p_scale + i_kv_head * M + r)
+        b_scale = scale if ONE_VARIANCE else tl.load(p_scale + i_kv_head * M + r)
         b_column = b_norm
         if GAUSSIAN and HAS_SHIFT:
             m_own = (o_half == 2 * r) | (o_half == 2 * r + 1)
@@ -236,9 +236,9 @@ def _attend_to_cache(
     b_out *= b_decay[None, :]
     if MASKED:
         # The other way round it is no work for a warp group, see `decode_split`.
-        b_out += tl.dot(b_weight.T, b_value, input_precision=PRECISION).T
+        b_out += tl.dot(b_weight.T, b_value, input_precision=INPUT_PRECISION).T
     else:
-        b_out = tl.dot(b_value.T, b_weight, b_out, input_precision=PRECISION)
+        b_out = tl.dot(b_value.T, b_weight, b_out, input_precision=INPUT_PRECISION)
     return b_out, b_sum, b_maximum
 
 

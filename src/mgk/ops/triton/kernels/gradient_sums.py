@@ -12,8 +12,8 @@ With w_ijr = exp(logit_ijr - normaliser_i), dW_ij = dO_i . v_j and delta_i = dO_
     dv_j  = sum_ir w_ijr dO_i                    dscale_jr  = sum_i dlogit_ijr q_i . k_jr
 
 Every sum is taken by one program in a fixed order, so that gradients are the same bits each time. The price is that
-both kernels compute the logits again. ``PAIRED`` are two shifted keys of one variance, which share a product and the
-gradient of a key. Heads in which the two lie too far apart to be factored are left to a second launch (``WIDE``), with
+both kernels compute the logits again. ``TWO_SHIFTS`` are two shifted keys of one variance, which share a product and the
+gradient of a key. Heads in which the two lie too far apart to be factored are left to a second launch (``UNFACTORED``), with
 one exponential for each component.
 """
 
@@ -32,7 +32,7 @@ def attention_delta(
     p_out, p_grad_out, p_normaliser, p_grad_normaliser, p_row, p_level, p_reference, p_delta, stride_out_batch,
     stride_out_head, stride_out_token, stride_grad_batch, stride_grad_head, stride_grad_token, keep_probability,
     num_heads, group_size, num_queries, padded_queries, num_blocks, width,
-    M: tl.constexpr, PAIRED: tl.constexpr, HAS_LEVEL: tl.constexpr, HAS_GRAD_NORMALISER: tl.constexpr,
+    M: tl.constexpr, TWO_SHIFTS: tl.constexpr, HAS_LEVEL: tl.constexpr, HAS_GRAD_NORMALISER: tl.constexpr,
     BLOCK_I: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """What the two kernels need of each row, padded: ``reference`` (in units of log 2) and ``delta``.
@@ -62,7 +62,7 @@ def attention_delta(
     # Between logits so large fp32 cannot tell a factor of 2^32: backward, which rounds them otherwise than forward,
     # would find weights of any size.
     b_hopeless = tl.abs(b_reference) > HIGHEST_REFERENCE
-    if PAIRED:
+    if TWO_SHIFTS:
         b_reference -= tl.load(p_row + i_head.to(tl.int64) * M * padded_queries + place(o_i))
     if HAS_LEVEL:
         i_kv = i_head // num_heads * (num_heads // group_size) + i_head % num_heads // group_size
@@ -78,7 +78,7 @@ def attention_delta(
 def parameter_gradients(
     p_query_share, p_key_share, p_grad_column, p_scale, p_grad_shift, p_grad_prior, natural_scale, num_query_shares,
     num_key_shares, num_columns, width,
-    EQUAL: tl.constexpr, HAS_SHIFT: tl.constexpr, GAUSSIAN: tl.constexpr, HAS_PRIOR: tl.constexpr, ROWS: tl.constexpr,
+    ONE_VARIANCE: tl.constexpr, HAS_SHIFT: tl.constexpr, GAUSSIAN: tl.constexpr, HAS_PRIOR: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
     """Add up what other programs have left for the shift and the prior: one program for a component of a head."""
@@ -88,7 +88,7 @@ def parameter_gradients(
         b_sum = _sum_of_rows(p_query_share + i * num_query_shares * D, num_query_shares, ROWS, D)
         if GAUSSIAN:
             b_sum -= _sum_of_rows(p_key_share + i * num_key_shares * D, num_key_shares, ROWS, D)
-        b_scale = natural_scale if EQUAL else tl.load(p_scale + i) * 0.6931471805599453
+        b_scale = natural_scale if ONE_VARIANCE else tl.load(p_scale + i) * 0.6931471805599453
         tl.store(p_grad_shift + i * width + o_d, b_sum * b_scale, mask=o_d < width)
     if HAS_PRIOR:
         b_sum = _sum_of_rows(p_grad_column + i * num_columns, num_columns, ROWS * D, 1)

@@ -156,7 +156,7 @@ def linear_states(
     stride_prior_component, stride_prior_token, num_kv_heads, num_keys, num_segments, blocks_per_segment, width,
     value_width,
     M: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr, MAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr, MAP: tl.constexpr, INPUT_PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One program for one segment of the keys of one head: its state, ``[B, Hkv, segments, state]``."""
@@ -180,7 +180,7 @@ def linear_states(
             p_value, p_key_mask, i_batch, i_kv_head, o_first, stride_value_batch, stride_value_head,
             stride_value_token, num_keys, value_width, HAS_KEY_MASK, BLOCK, DV,
         )  # fmt: skip
-        b_state = tl.dot(operand(b_features, p_key).T, b_value, b_state, input_precision=PRECISION)
+        b_state = tl.dot(operand(b_features, p_key).T, b_value, b_state, input_precision=INPUT_PRECISION)
         # Rows are added up at the end: threads would have to meet for it in every block.
         b_sum += b_features
     store_state(p_state, tl.program_id(0), b_state, tl.sum(b_sum, 0), D, DV)
@@ -218,7 +218,7 @@ def linear_forward(
     num_segments, blocks_per_segment, width, value_width,
     M: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, BY_SUM: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One program for one segment of the queries of one head: ``out``, contiguous, and ``1 / t [B, H, Nq]``, 0 of a
     row that has seen nothing.
@@ -247,7 +247,7 @@ def linear_forward(
         b_query = features(as_product(b_query, D) if MEETS_PRODUCTS else b_query.to(tl.float32), MAP)
         b_sum = tl.sum(b_query * b_total[None, :], 1)
         b_query = operand(b_query, p_query)
-        b_out = tl.dot(b_query, operand(b_state, p_query), input_precision=PRECISION)
+        b_out = tl.dot(b_query, operand(b_state, p_query), input_precision=INPUT_PRECISION)
         if CAUSAL:
             # As many keys as queries: chunk by chunk.
             b_features = merged_features(
@@ -262,11 +262,11 @@ def linear_forward(
             )  # fmt: skip
             b_total += tl.sum(b_features, 0)
             b_features = operand(b_features, p_key)
-            b_pair = tl.dot(b_query, b_features.T, input_precision=PRECISION)
+            b_pair = tl.dot(b_query, b_features.T, input_precision=INPUT_PRECISION)
             b_pair = where_at_least(b_pair, o_i[:, None], o_i[None, :])
             b_sum += tl.sum(b_pair, 1)
-            b_out = tl.dot(operand(b_pair, p_query), b_value, b_out, input_precision=PRECISION)
-            b_state = tl.dot(b_features.T, b_value, b_state, input_precision=PRECISION)
+            b_out = tl.dot(operand(b_pair, p_query), b_value, b_out, input_precision=INPUT_PRECISION)
+            b_state = tl.dot(b_features.T, b_value, b_state, input_precision=INPUT_PRECISION)
         if not BY_SUM:
             b_sum = tl.load(p_length + i_batch.to(tl.int64) * num_queries + o_i, mask=o_i < num_queries, other=1.0)
         m_i = o_i < num_queries

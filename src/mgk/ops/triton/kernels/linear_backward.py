@@ -52,7 +52,7 @@ def linear_backward_query(
     num_segments, blocks_per_segment, width, value_width,
     M: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, BY_SUM: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One program for one segment of the queries of one head, as forward: ``dq``, contiguous, and for the kernels after
     it ``delta [B, H, Nq]``."""
@@ -75,7 +75,7 @@ def linear_backward_query(
             num_queries, value_width, BLOCK, DV,
         )  # fmt: skip
         b_grad_out = operand(b_grad_out, p_query)
-        b_grad = tl.dot(b_grad_out, operand(b_state, p_query).T, input_precision=PRECISION)
+        b_grad = tl.dot(b_grad_out, operand(b_state, p_query).T, input_precision=INPUT_PRECISION)
         # What each row has seen of ``z``.
         b_sums = tl.zeros([BLOCK, D], tl.float32) + b_total[None, :]
         if CAUSAL:
@@ -91,13 +91,13 @@ def linear_backward_query(
             )  # fmt: skip
             b_total += tl.sum(b_features, 0)
             b_features = operand(b_features, p_key)
-            b_pair = tl.dot(b_grad_out, b_value.T, input_precision=PRECISION)
+            b_pair = tl.dot(b_grad_out, b_value.T, input_precision=INPUT_PRECISION)
             b_pair = operand(where_at_least(b_pair, o_i[:, None], o_i[None, :]), p_query)
-            b_grad = tl.dot(b_pair, b_features, b_grad, input_precision=PRECISION)
-            b_state = tl.dot(b_features.T, b_value, b_state, input_precision=PRECISION)
+            b_grad = tl.dot(b_pair, b_features, b_grad, input_precision=INPUT_PRECISION)
+            b_state = tl.dot(b_features.T, b_value, b_state, input_precision=INPUT_PRECISION)
             if BY_SUM:
                 b_seen = operand(tl.where(o_i[:, None] >= o_i[None, :], 1.0, 0.0), p_query)
-                b_sums = tl.dot(b_seen, b_features, b_sums, input_precision=PRECISION)
+                b_sums = tl.dot(b_seen, b_features, b_sums, input_precision=INPUT_PRECISION)
         b_query = load_rows(
             p_query, stride_query_batch, stride_query_head, stride_query_token, i_batch, i_query_head, o_first,
             num_queries, width, BLOCK, D,
@@ -146,7 +146,7 @@ def linear_reverse_states(
     p_query, p_grad, p_delta, p_inverse, p_state, stride_query_batch, stride_query_head, stride_query_token,
     stride_grad_batch, stride_grad_head, stride_grad_token, num_heads, group_size, num_queries, num_segments,
     blocks_per_segment, width, value_width,
-    MAP: tl.constexpr, BY_SUM: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+    MAP: tl.constexpr, BY_SUM: tl.constexpr, INPUT_PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One program for one segment of the queries of one key/value head: ``R`` and ``y``, as of ``linear_states``."""
@@ -169,25 +169,25 @@ def linear_reverse_states(
                 stride_query_head, stride_query_token, stride_grad_batch, stride_grad_head, stride_grad_token,
                 num_queries, width, value_width, MAP, BY_SUM, BLOCK, D, DV, False,
             )  # fmt: skip
-            b_state = tl.dot(operand(b_query, p_query).T, b_grad, b_state, input_precision=PRECISION)
+            b_state = tl.dot(operand(b_query, p_query).T, b_grad, b_state, input_precision=INPUT_PRECISION)
             b_sum += b_query * b_delta[:, None]
     store_state(p_state, tl.program_id(0), b_state, tl.sum(b_sum, 0), D, DV)
 
 
 @triton.jit
-def _value_gradient(b_sum, b_features, b_query, b_grad_out, o_j, p_query, PRECISION: tl.constexpr):
+def _value_gradient(b_sum, b_features, b_query, b_grad_out, o_j, p_query, INPUT_PRECISION: tl.constexpr):
     """Add what queries of the same chunk send to values. Pairs are transposed, ``[keys, queries]``."""
-    b_pair = tl.dot(b_features, operand(b_query, p_query).T, input_precision=PRECISION)
+    b_pair = tl.dot(b_features, operand(b_query, p_query).T, input_precision=INPUT_PRECISION)
     b_pair = where_at_least(b_pair, o_j[None, :], o_j[:, None])
-    return tl.dot(operand(b_pair, p_query), b_grad_out, b_sum, input_precision=PRECISION)
+    return tl.dot(operand(b_pair, p_query), b_grad_out, b_sum, input_precision=INPUT_PRECISION)
 
 
 @triton.jit
-def _feature_gradient(b_sum, b_value, b_query, b_grad_out, b_delta, o_j, p_query, PRECISION: tl.constexpr):
+def _feature_gradient(b_sum, b_value, b_query, b_grad_out, b_delta, o_j, p_query, INPUT_PRECISION: tl.constexpr):
     """Likewise to features."""
-    b_pair = tl.dot(b_value, b_grad_out.T, input_precision=PRECISION) + b_delta[None, :]
+    b_pair = tl.dot(b_value, b_grad_out.T, input_precision=INPUT_PRECISION) + b_delta[None, :]
     b_pair = where_at_least(b_pair, o_j[None, :], o_j[:, None])
-    return tl.dot(operand(b_pair, p_query), operand(b_query, p_query), b_sum, input_precision=PRECISION)
+    return tl.dot(operand(b_pair, p_query), operand(b_query, p_query), b_sum, input_precision=INPUT_PRECISION)
 
 
 @triton.jit
@@ -248,7 +248,7 @@ def linear_backward_key_value(
     blocks_per_segment, num_samples, width, value_width,
     M: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, BY_SUM: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr,
     ONE_GROUP: tl.constexpr,
 ):  # fmt: skip
     """One program for one segment of the keys of one head, from its end: ``dk``, ``dv``, contiguous, and the shares of
@@ -320,7 +320,7 @@ def linear_backward_key_value(
         b_features = operand(b_features, p_key)
         # The values' gradient first, and then it is gone: two at once would not fit into registers.
         b_rounded = operand(b_state, p_key)
-        b_grad_value = tl.dot(b_features, b_rounded, input_precision=PRECISION)
+        b_grad_value = tl.dot(b_features, b_rounded, input_precision=INPUT_PRECISION)
         if CAUSAL:
             if ONE_GROUP:
                 b_query, b_grad_out, b_delta = _load_query_side(
@@ -328,7 +328,7 @@ def linear_backward_key_value(
                     stride_query_head, stride_query_token, stride_grad_batch, stride_grad_head, stride_grad_token,
                     num_queries, width, value_width, MAP, BY_SUM, BLOCK, D, DV, D > 32 or M == 1,
                 )  # fmt: skip
-                b_grad_value = _value_gradient(b_grad_value, b_features, b_query, b_grad_out, o_j, p_query, PRECISION)
+                b_grad_value = _value_gradient(b_grad_value, b_features, b_query, b_grad_out, o_j, p_query, INPUT_PRECISION)
             else:
                 for g in range(group_size):
                     i_query_head = i_kv_head * group_size + g
@@ -339,7 +339,7 @@ def linear_backward_key_value(
                         MAP, BY_SUM, BLOCK, D, DV, D > 32 or M == 1,
                     )  # fmt: skip
                     b_grad_value = _value_gradient(
-                        b_grad_value, b_features, b_query, b_grad_out, o_j, p_query, PRECISION
+                        b_grad_value, b_features, b_query, b_grad_out, o_j, p_query, INPUT_PRECISION
                     )
         m_j = o_j < num_keys
         if HAS_KEY_MASK:
@@ -350,12 +350,12 @@ def linear_backward_key_value(
             p_value, p_key_mask, i_batch, i_kv_head, o_first, stride_value_batch, stride_value_head,
             stride_value_token, num_keys, value_width, HAS_KEY_MASK, BLOCK, DV,
         )  # fmt: skip
-        b_grad = tl.dot(b_value, b_rounded.T, input_precision=PRECISION) + b_total[None, :]
+        b_grad = tl.dot(b_value, b_rounded.T, input_precision=INPUT_PRECISION) + b_total[None, :]
         if CAUSAL:
             if ONE_GROUP:
-                b_grad = _feature_gradient(b_grad, b_value, b_query, b_grad_out, b_delta, o_j, p_query, PRECISION)
+                b_grad = _feature_gradient(b_grad, b_value, b_query, b_grad_out, b_delta, o_j, p_query, INPUT_PRECISION)
                 b_total += tl.sum(b_query * b_delta[:, None], 0)
-                b_state = tl.dot(operand(b_query, p_query).T, b_grad_out, b_state, input_precision=PRECISION)
+                b_state = tl.dot(operand(b_query, p_query).T, b_grad_out, b_state, input_precision=INPUT_PRECISION)
             else:
                 for g in range(group_size):
                     i_query_head = i_kv_head * group_size + g
@@ -365,9 +365,9 @@ def linear_backward_key_value(
                         stride_grad_batch, stride_grad_head, stride_grad_token, num_queries, width, value_width,
                         MAP, BY_SUM, BLOCK, D, DV, D > 32 or M == 1,
                     )  # fmt: skip
-                    b_grad = _feature_gradient(b_grad, b_value, b_query, b_grad_out, b_delta, o_j, p_query, PRECISION)
+                    b_grad = _feature_gradient(b_grad, b_value, b_query, b_grad_out, b_delta, o_j, p_query, INPUT_PRECISION)
                     b_total += tl.sum(b_query * b_delta[:, None], 0)
-                    b_state = tl.dot(operand(b_query, p_query).T, b_grad_out, b_state, input_precision=PRECISION)
+                    b_state = tl.dot(operand(b_query, p_query).T, b_grad_out, b_state, input_precision=INPUT_PRECISION)
         if M <= 2:
             b_grad_key, b_chance = _component_gradient(b_grad, b_first, b_first_weight, MAP)
             if HAS_PRIOR and PRIOR_BY_KEY:

@@ -13,21 +13,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.kernels.tiles import HEAD_NUMBERS, VARYING, finite, load_rows, mark_wide, place, safe_ratio
+from mgk.ops.triton.kernels.tiles import HEAD_NUMBERS, VARYING, finite, load_rows, mark_unfactored, place, safe_ratio
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def logit_terms(
-    p_query, p_key, p_shift, p_prior, p_scale, p_origin, p_key_mask, p_query_range, p_key_range, p_row, p_alpha,
-    p_column, p_rho, p_unscaled, p_wide, p_level, stride_query_batch, stride_query_head, stride_query_token,
+    p_query, p_key, p_shift, p_prior, p_scale, p_origin, p_key_mask, p_query_range, p_key_range, p_row, p_row_second,
+    p_column, p_column_second, p_unscaled, p_unfactored, p_level, stride_query_batch, stride_query_head, stride_query_token,
     stride_key_batch, stride_key_head, stride_key_token, stride_prior_head, stride_prior_component,
     stride_prior_token, scale, limit, largest_level,
     num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_row_programs, blocks_together,
     width,
-    M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, HARD: tl.constexpr, GAUSSIAN: tl.constexpr,
+    M: tl.constexpr, SHARED_KEY: tl.constexpr, TWO_SHIFTS: tl.constexpr, HARD: tl.constexpr, GAUSSIAN: tl.constexpr,
     HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ORIGIN: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr, HAS_RANGE: tl.constexpr, HAS_LEVEL: tl.constexpr, HAS_ROW: tl.constexpr,
-    HAS_COLUMN: tl.constexpr, FROM_BIAS: tl.constexpr, NEXT_WAITS: tl.constexpr, EQUAL: tl.constexpr,
+    HAS_COLUMN: tl.constexpr, FROM_BIAS: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, ONE_VARIANCE: tl.constexpr,
     BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """The first programs make rows, the others columns: one launch, since both wait for memory. Each makes some blocks
@@ -35,9 +35,9 @@ def logit_terms(
 
     ``origin [B, Hkv, D]`` is what the first valid query and key have in common, as in MixtureProblem.origin, and
     ``level [B, Hkv]`` about what the first query and key have as a logit: columns are given without it.
-    ``NEXT_WAITS``: the next kernel may begin, since it waits for this one itself.
+    ``DEPENDENT_LAUNCH``: the next kernel may begin, since it waits for this one itself.
     """
-    if NEXT_WAITS:
+    if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
     i_program = tl.program_id(0)
     num_kv_heads = num_heads // group_size
@@ -62,7 +62,7 @@ def logit_terms(
         ).reshape(D).to(tl.float32)  # fmt: skip
         b_first_key = load_rows(
             p_key, stride_key_batch, stride_key_head, stride_key_token, i_batch,
-            i_kv_head if SHARED else i_kv_head * M, first_key, num_keys, width, 1, D,
+            i_kv_head if SHARED_KEY else i_kv_head * M, first_key, num_keys, width, 1, D,
         ).reshape(D).to(tl.float32)  # fmt: skip
         if HAS_LEVEL:
             b_level = scale * tl.sum((b_first_query - 0.5 * b_first_key) * b_first_key, 0)
@@ -89,30 +89,30 @@ def logit_terms(
                     num_queries, width, BLOCK, D,
                 )  # fmt: skip
                 _row_terms(
-                    b_query.to(tl.float32), b_origin, p_shift, p_scale, p_row, p_alpha, p_wide,
+                    b_query.to(tl.float32), b_origin, p_shift, p_scale, p_row, p_row_second, p_unfactored,
                     i_batch * num_heads + i_head,
                     i_kv_head, i_kv, o_first, scale, limit, padded_queries, width,
-                    M, PAIRED and not HARD, HAS_SHIFT, HAS_NORM, HAS_ORIGIN, EQUAL, BLOCK, D,
+                    M, TWO_SHIFTS and not HARD, HAS_SHIFT, HAS_NORM, HAS_ORIGIN, ONE_VARIANCE, BLOCK, D,
                 )  # fmt: skip
         elif HAS_COLUMN:
             _column_terms(
-                p_key, b_origin, b_level, p_shift, p_prior, p_scale, p_key_mask, p_column, p_rho, p_unscaled, p_wide,
+                p_key, b_origin, b_level, p_shift, p_prior, p_scale, p_key_mask, p_column, p_column_second, p_unscaled, p_unfactored,
                 i_batch, i_kv_head, i_kv, o_first, stride_key_batch, stride_key_head, stride_key_token,
                 stride_prior_head, stride_prior_component, stride_prior_token, scale, limit, num_keys, padded_keys,
                 width,
-                M, SHARED, PAIRED, HARD, GAUSSIAN, HAS_SHIFT, HAS_PRIOR, HAS_KEY_MASK, FROM_BIAS, EQUAL, BLOCK, D,
+                M, SHARED_KEY, TWO_SHIFTS, HARD, GAUSSIAN, HAS_SHIFT, HAS_PRIOR, HAS_KEY_MASK, FROM_BIAS, ONE_VARIANCE, BLOCK, D,
             )  # fmt: skip
 
 
 @triton.jit
 def _column_terms(
-    p_key, b_origin, b_level, p_shift, p_prior, p_scale, p_key_mask, p_column, p_rho, p_unscaled, p_wide, i_batch,
+    p_key, b_origin, b_level, p_shift, p_prior, p_scale, p_key_mask, p_column, p_column_second, p_unscaled, p_unfactored, i_batch,
     i_kv_head, i_kv, o_first,
     stride_batch, stride_head, stride_token, stride_prior_head, stride_prior_component, stride_prior_token, scale,
     limit, num_keys, padded_keys, width,
-    M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, HARD: tl.constexpr, GAUSSIAN: tl.constexpr,
+    M: tl.constexpr, SHARED_KEY: tl.constexpr, TWO_SHIFTS: tl.constexpr, HARD: tl.constexpr, GAUSSIAN: tl.constexpr,
     HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, HAS_KEY_MASK: tl.constexpr, FROM_BIAS: tl.constexpr,
-    EQUAL: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+    ONE_VARIANCE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """``column [B, Hkv, M, padded]``, -inf at masked keys and beyond the end, and ``rho`` of a pair: by what factor the
     second component weighs more, or how far the first lies above it if the choice is hard. ``FROM_BIAS``: and
@@ -127,11 +127,11 @@ def _column_terms(
     b_first = tl.zeros([BLOCK], tl.float32)
     inverse = 1.0 / scale
     for r in tl.static_range(M):
-        b_scale = scale if EQUAL else tl.load(p_scale + i_kv_head * M + r)
+        b_scale = scale if ONE_VARIANCE else tl.load(p_scale + i_kv_head * M + r)
         b_column = tl.zeros([BLOCK], tl.float32)
         if GAUSSIAN:
-            if r == 0 or not SHARED:
-                i_key_head = i_kv_head if SHARED else i_kv_head * M + r
+            if r == 0 or not SHARED_KEY:
+                i_key_head = i_kv_head if SHARED_KEY else i_kv_head * M + r
                 b_key = load_rows(
                     p_key, stride_batch, stride_head, stride_token, i_batch, i_key_head, o_first, num_keys, width,
                     BLOCK, D,
@@ -154,24 +154,24 @@ def _column_terms(
         if FROM_BIAS:
             # Many threads hold the same column: to divide each would take them long.
             tl.store(p_unscaled + o_own, b_column * inverse)
-        if PAIRED:
+        if TWO_SHIFTS:
             if r == 0:
                 b_first = b_column
             elif HARD:
-                tl.store(p_rho + i_kv.to(tl.int64) * padded_keys + place(o_j), finite(b_first) - finite(b_column))
+                tl.store(p_column_second + i_kv.to(tl.int64) * padded_keys + place(o_j), finite(b_first) - finite(b_column))
             else:
                 b_ratio = safe_ratio(b_column - b_first, limit)
                 b_ratio = tl.where(b_column == float("-inf"), 0.0, b_ratio)
-                tl.store(p_rho + i_kv.to(tl.int64) * padded_keys + place(o_j), b_ratio)
-                mark_wide(p_wide, i_kv, b_ratio)
+                tl.store(p_column_second + i_kv.to(tl.int64) * padded_keys + place(o_j), b_ratio)
+                mark_unfactored(p_unfactored, i_kv, b_ratio)
 
 
 @triton.jit
 def _row_terms(
-    b_query, b_origin, p_shift, p_scale, p_row, p_alpha, p_wide, i_head, i_kv_head, i_kv, o_first, scale, limit,
+    b_query, b_origin, p_shift, p_scale, p_row, p_row_second, p_unfactored, i_head, i_kv_head, i_kv, o_first, scale, limit,
     padded_queries, width,
     M: tl.constexpr, FACTORED: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_ORIGIN: tl.constexpr, EQUAL: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+    HAS_ORIGIN: tl.constexpr, ONE_VARIANCE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """``row [B, H, M, padded]`` and ``alpha`` of a pair, which the forward kernel makes itself."""
     o_i = o_first + tl.arange(0, BLOCK)
@@ -181,7 +181,7 @@ def _row_terms(
         b_norm = 0.5 * tl.sum(b_query * b_query, 1)
     b_first = tl.zeros([BLOCK], tl.float32)
     for r in tl.static_range(M):
-        b_scale = scale if EQUAL else tl.load(p_scale + i_kv_head * M + r)
+        b_scale = scale if ONE_VARIANCE else tl.load(p_scale + i_kv_head * M + r)
         b_row = -b_norm
         if HAS_SHIFT:
             b_shift = tl.load(p_shift + (i_kv_head * M + r) * width + o_d, mask=o_d < width, other=0.0)
@@ -195,8 +195,8 @@ def _row_terms(
                 b_first = b_row
             else:
                 b_ratio = safe_ratio(b_row - b_first, limit)
-                tl.store(p_alpha + i_head.to(tl.int64) * padded_queries + place(o_i), b_ratio)
-                mark_wide(p_wide, i_kv, b_ratio)
+                tl.store(p_row_second + i_head.to(tl.int64) * padded_queries + place(o_i), b_ratio)
+                mark_unfactored(p_unfactored, i_kv, b_ratio)
 
 
 @triton.jit(do_not_specialize=["num_keys", "num_queries", "num_samples"])
@@ -234,8 +234,8 @@ def _valid_range(p_mask, p_range, i_sample, length, HAS_MASK: tl.constexpr, BLOC
 
 
 @triton.jit(do_not_specialize=["num_row_programs", "num_rows", "num_columns"])
-def random_keys(
-    p_seed, p_row_key, p_column_key, num_row_programs, num_rows, num_columns, padded_queries, padded_keys,
+def random_numbers(
+    p_seed, p_row_random, p_column_random, num_row_programs, num_rows, num_columns, padded_queries, padded_keys,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Random numbers for dropout, ``int32 [B, H, padded]`` for rows and ``[B, Hkv, padded / 2]`` for columns, of which
@@ -247,10 +247,10 @@ def random_keys(
     i_program = tl.program_id(0)
     if i_program < num_row_programs:
         o = i_program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(p_row_key + o, _random_factor(p_seed, 0, o, padded_queries), mask=o < num_rows)
+        tl.store(p_row_random + o, _random_factor(p_seed, 0, o, padded_queries), mask=o < num_rows)
     else:
         o = (i_program - num_row_programs).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(p_column_key + o, _random_factor(p_seed, 1, o, padded_keys // 2), mask=o < num_columns)
+        tl.store(p_column_random + o, _random_factor(p_seed, 1, o, padded_keys // 2), mask=o < num_columns)
 
 
 @triton.jit

@@ -27,15 +27,15 @@ from mgk.ops.triton.kernels.tiles import (
 
 @triton.jit(do_not_specialize=VARYING_WITH_WIDTH, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def attention_backward_query(
-    d_query, d_key, d_value, d_grad_out, d_grad_query, p_row, p_column, p_alpha, p_rho, p_scale, p_reference,
-    p_delta, p_grad_normaliser, p_wide, p_shift, p_grad_row, p_share, p_origin, p_mask, p_key_range, p_query_range,
-    p_spans, p_row_key, p_column_key, stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column,
+    d_query, d_key, d_value, d_grad_out, d_grad_query, p_row, p_column, p_row_second, p_column_second, p_scale, p_reference,
+    p_delta, p_grad_normaliser, p_unfactored, p_shift, p_grad_row, p_share, p_origin, p_mask, p_key_range, p_query_range,
+    p_spans, p_row_random, p_column_random, stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column,
     rows_per_span, scale, natural_scale, threshold, keep_scale, num_heads, group_size, num_queries, num_keys,
     padded_queries, padded_keys, num_blocks, width,
-    M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, WIDE: tl.constexpr, HARD: tl.constexpr,
-    HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr,
+    M: tl.constexpr, SHARED_KEY: tl.constexpr, TWO_SHIFTS: tl.constexpr, UNFACTORED: tl.constexpr, HARD: tl.constexpr,
+    HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, ONE_VARIANCE: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr,
-    PRECISION: tl.constexpr, GAUSSIAN: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_ORIGIN: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, GAUSSIAN: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_ORIGIN: tl.constexpr,
     HAS_GRAD_NORMALISER: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr,
 ):  # fmt: skip
@@ -50,8 +50,8 @@ def attention_backward_query(
     i_kv = i_batch * (num_heads // group_size) + i_kv_head
     o_first = i_block * BLOCK_I
     o_i = o_first + tl.arange(0, BLOCK_I)
-    if PAIRED and not HARD:  # noqa: SIM102 (the outer condition is a constant: without it there is no such pointer)
-        if (tl.load(p_wide + i_kv) != 0) != WIDE:
+    if TWO_SHIFTS and not HARD:  # noqa: SIM102 (the outer condition is a constant: without it there is no such pointer)
+        if (tl.load(p_unfactored + i_kv) != 0) != UNFACTORED:
             return
 
     if HAS_ROW:
@@ -60,16 +60,16 @@ def attention_backward_query(
         p_column += i_kv.to(tl.int64) * M * padded_keys
     if HAS_MASK:
         p_mask += i_batch.to(tl.int64) * stride_mask_batch + i_query_head.to(tl.int64) * stride_mask_head
-    if not EQUAL:
+    if not ONE_VARIANCE:
         p_scale += i_kv_head * M
-    b_alpha = tl.zeros([BLOCK_I], tl.float32)
-    if PAIRED:
-        p_rho += i_kv.to(tl.int64) * padded_keys
-        b_alpha = tl.load(p_alpha + i_head.to(tl.int64) * padded_queries + place(o_i))
-    b_row_key = tl.zeros([BLOCK_I], tl.int32)
+    b_row_second = tl.zeros([BLOCK_I], tl.float32)
+    if TWO_SHIFTS:
+        p_column_second += i_kv.to(tl.int64) * padded_keys
+        b_row_second = tl.load(p_row_second + i_head.to(tl.int64) * padded_queries + place(o_i))
+    b_row_random = tl.zeros([BLOCK_I], tl.int32)
     if DROPOUT:
-        b_row_key = tl.load(p_row_key + i_head.to(tl.int64) * padded_queries + place(o_i))
-        p_column_key += i_kv.to(tl.int64) * (padded_keys // 2)
+        b_row_random = tl.load(p_row_random + i_head.to(tl.int64) * padded_queries + place(o_i))
+        p_column_random += i_kv.to(tl.int64) * (padded_keys // 2)
 
     first_key, end_full, end_key, causal_offset = visible_keys(
         p_key_range, p_query_range, p_spans, i_batch, o_first, num_queries, num_keys, rows_per_span, CAUSAL, HAS_RANGE,
@@ -81,28 +81,28 @@ def attention_backward_query(
     b_delta = tl.load(p_delta + i_head.to(tl.int64) * padded_queries + place(o_i))
     b_grad_query = tl.zeros([BLOCK_I, D], tl.float32)
     # One column for each component; a pair keeps the sums of one component, one for each thread of a row.
-    b_grad_row = tl.zeros([BLOCK_I, 4], tl.float32) if PAIRED else tl.zeros([BLOCK_I, 8], tl.float32)
+    b_grad_row = tl.zeros([BLOCK_I, 4], tl.float32) if TWO_SHIFTS else tl.zeros([BLOCK_I, 8], tl.float32)
     for o_j in tl.range(first_key, end_full, BLOCK_J):
         b_grad_query, b_grad_row = _gather_query(
-            b_grad_query, b_grad_row, b_query, b_grad_out, b_reference, b_delta, b_alpha, b_row_key, d_key,
-            d_value, p_row, p_column, p_rho, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i, scale,
+            b_grad_query, b_grad_row, b_query, b_grad_out, b_reference, b_delta, b_row_second, b_row_random, d_key,
+            d_value, p_row, p_column, p_column_second, p_scale, p_mask, p_column_random, i_batch, i_kv_head, o_j, o_i, scale,
             threshold, stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys,
             padded_queries, padded_keys,
-            M, SHARED, PAIRED, WIDE, HARD, HAS_ROW, HAS_COLUMN, EQUAL, False, HAS_MASK, DROPOUT, PRECISION,
+            M, SHARED_KEY, TWO_SHIFTS, UNFACTORED, HARD, HAS_ROW, HAS_COLUMN, ONE_VARIANCE, False, HAS_MASK, DROPOUT, INPUT_PRECISION,
             BLOCK_J, D, DV,
         )  # fmt: skip
     if CAUSAL:
         for o_j in tl.range(end_full, end_key, BLOCK_J):
             b_grad_query, b_grad_row = _gather_query(
-                b_grad_query, b_grad_row, b_query, b_grad_out, b_reference, b_delta, b_alpha, b_row_key, d_key,
-                d_value, p_row, p_column, p_rho, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_j, o_i,
+                b_grad_query, b_grad_row, b_query, b_grad_out, b_reference, b_delta, b_row_second, b_row_random, d_key,
+                d_value, p_row, p_column, p_column_second, p_scale, p_mask, p_column_random, i_batch, i_kv_head, o_j, o_i,
                 scale, threshold, stride_mask_row, stride_mask_column, causal_offset, num_queries,
                 num_keys, padded_queries, padded_keys,
-                M, SHARED, PAIRED, WIDE, HARD, HAS_ROW, HAS_COLUMN, EQUAL, True, HAS_MASK, DROPOUT, PRECISION,
+                M, SHARED_KEY, TWO_SHIFTS, UNFACTORED, HARD, HAS_ROW, HAS_COLUMN, ONE_VARIANCE, True, HAS_MASK, DROPOUT, INPUT_PRECISION,
                 BLOCK_J, D, DV,
             )  # fmt: skip
 
-    if PAIRED:
+    if TWO_SHIFTS:
         b_grad_row = tl.sum(b_grad_row, 1)
     if DROPOUT:
         b_grad_query *= keep_scale
@@ -117,7 +117,7 @@ def attention_backward_query(
     b_moved_query = b_query.to(tl.float32)
     if HAS_ORIGIN:
         b_moved_query -= tl.load(p_origin + i_kv.to(tl.int64) * D + o_d)[None, :]
-    if PAIRED:
+    if TWO_SHIFTS:
         # The logits of a row rise and fall together with its normaliser alone: what one component does not get, the
         # other does.
         b_other = -b_grad_row
@@ -141,37 +141,37 @@ def attention_backward_query(
         o_r = tl.arange(0, 8)
         for r in tl.static_range(M):
             b_own = tl.sum(tl.where(o_r[None, :] == r, b_grad_row, 0.0), 1)
-            b_scaled = b_own if EQUAL else b_own * tl.load(p_scale + r) * 0.6931471805599453
+            b_scaled = b_own if ONE_VARIANCE else b_own * tl.load(p_scale + r) * 0.6931471805599453
             if HAS_SHIFT:
                 b_shift = tl.load(p_shift + (i_kv_head * M + r) * width + o_d, mask=o_d < width, other=0.0)
                 b_grad_query += b_scaled[:, None] * b_shift[None, :]
                 tl.store(p_share + r * num_shares * D, tl.sum(b_own[:, None] * b_moved_query, 0))
-            if GAUSSIAN and not EQUAL:
+            if GAUSSIAN and not ONE_VARIANCE:
                 b_grad_query -= b_scaled[:, None] * b_query.to(tl.float32)
-            if not EQUAL:
+            if not ONE_VARIANCE:
                 tl.store(p_grad_row + (i_head.to(tl.int64) * M + r) * num_queries + o_i, b_own, mask=m_i)
-    if EQUAL:
+    if ONE_VARIANCE:
         b_grad_query *= natural_scale
     d_grad_query.store([i_batch, i_query_head, o_first, 0], b_grad_query.to(b_query.dtype).reshape(1, 1, BLOCK_I, D))
 
 
 @triton.jit
 def _gather_query(
-    b_grad_query, b_grad_row, b_query, b_grad_out, b_reference, b_delta, b_alpha, b_row_key, d_key, d_value, p_row,
-    p_column, p_rho, p_scale, p_mask, p_column_key, i_batch, i_kv_head, o_first, o_i, scale, threshold,
+    b_grad_query, b_grad_row, b_query, b_grad_out, b_reference, b_delta, b_row_second, b_row_random, d_key, d_value, p_row,
+    p_column, p_column_second, p_scale, p_mask, p_column_random, i_batch, i_kv_head, o_first, o_i, scale, threshold,
     stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
-    M: tl.constexpr, SHARED: tl.constexpr, PAIRED: tl.constexpr, WIDE: tl.constexpr, HARD: tl.constexpr,
-    HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, SHARED_KEY: tl.constexpr, TWO_SHIFTS: tl.constexpr, UNFACTORED: tl.constexpr, HARD: tl.constexpr,
+    HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, ONE_VARIANCE: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Add what one block of keys sends back to a block of queries."""
     o_j = o_first + tl.arange(0, BLOCK_J)
     b_value = load_tile(d_value, i_batch, i_kv_head, o_first, BLOCK_J, DV)
-    b_grad_weight = tl.dot(b_grad_out, b_value.T, input_precision=PRECISION)
+    b_grad_weight = tl.dot(b_grad_out, b_value.T, input_precision=INPUT_PRECISION)
     if DROPOUT:
         AS_PRODUCT: tl.constexpr = b_query.dtype != tl.float32 and not HAS_MASK
-        b_grad_weight = rows_unless_dropped(b_grad_weight, b_row_key, p_column_key, o_first, threshold, AS_PRODUCT)
+        b_grad_weight = rows_unless_dropped(b_grad_weight, b_row_random, p_column_random, o_first, threshold, AS_PRODUCT)
     b_grad_weight -= b_delta[:, None]
     if CAUSAL or HAS_MASK:
         b_seen = is_visible(
@@ -181,13 +181,13 @@ def _gather_query(
         # Every gradient of a pair is a weight times this.
         b_grad_weight = tl.where(b_seen, b_grad_weight, 0.0)
 
-    if PAIRED:
+    if TWO_SHIFTS:
         b_key = load_tile(d_key, i_batch, i_kv_head, o_first, BLOCK_J, D)
-        b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
+        b_product = tl.dot(b_query, b_key.T, input_precision=INPUT_PRECISION)
         if HARD:
             # Only the biases compete: `alpha` is how far the second row exceeds the first, `rho` the first column the
             # second.
-            b_lead = b_alpha[:, None] - load_terms(p_rho, o_first, BLOCK_J)[None, :]
+            b_lead = b_row_second[:, None] - load_terms(p_column_second, o_first, BLOCK_J)[None, :]
             b_share = hard_share(b_lead)
             b_bias = load_terms(p_column, o_first, BLOCK_J)[None, :] - b_reference[:, None]
             b_weight = weight_of(b_product * scale + b_bias + b_lead * b_share, b_query)
@@ -200,7 +200,7 @@ def _gather_query(
         b_first = b_weight * b_grad_weight
         if HARD:
             b_grad_logit = b_first
-        elif WIDE:
+        elif UNFACTORED:
             b_difference = tl.load(p_row + padded_queries + place(o_i)) - tl.load(p_row + place(o_i))
             b_step = load_terms(p_column + padded_keys, o_first, BLOCK_J)
             b_other = b_product * scale + ((b_difference - b_reference)[:, None] + b_step[None, :])
@@ -209,8 +209,8 @@ def _gather_query(
                 b_weight = tl.where(b_seen, b_weight, 0.0)
             b_grad_logit = b_first + b_weight * b_grad_weight
         else:
-            b_grad_logit = b_first + b_first * (b_alpha[:, None] * load_terms(p_rho, o_first, BLOCK_J)[None, :])
-        b_grad_query = tl.dot(b_grad_logit.to(b_key.dtype), b_key, b_grad_query, input_precision=PRECISION)
+            b_grad_logit = b_first + b_first * (b_row_second[:, None] * load_terms(p_column_second, o_first, BLOCK_J)[None, :])
+        b_grad_query = tl.dot(b_grad_logit.to(b_key.dtype), b_key, b_grad_query, input_precision=INPUT_PRECISION)
         # What the first component has of it; of a hard choice in half precision the second, which is less work.
         if not HARD:
             b_grad_row += partial_sums(b_first)
@@ -219,14 +219,14 @@ def _gather_query(
         else:
             b_grad_row += partial_products(b_grad_logit, b_share)
     elif HARD and M == 2:
-        b_first_key = load_tile(d_key, i_batch, i_kv_head if SHARED else i_kv_head * M, o_first, BLOCK_J, D)
-        b_second_key = load_tile(d_key, i_batch, i_kv_head if SHARED else i_kv_head * M + 1, o_first, BLOCK_J, D)
-        b_first_scale = scale if EQUAL else tl.load(p_scale)
-        b_second_scale = scale if EQUAL else tl.load(p_scale + 1)
-        b_first = tl.dot(b_query, b_first_key.T, input_precision=PRECISION) * b_first_scale + component_bias(
+        b_first_key = load_tile(d_key, i_batch, i_kv_head if SHARED_KEY else i_kv_head * M, o_first, BLOCK_J, D)
+        b_second_key = load_tile(d_key, i_batch, i_kv_head if SHARED_KEY else i_kv_head * M + 1, o_first, BLOCK_J, D)
+        b_first_scale = scale if ONE_VARIANCE else tl.load(p_scale)
+        b_second_scale = scale if ONE_VARIANCE else tl.load(p_scale + 1)
+        b_first = tl.dot(b_query, b_first_key.T, input_precision=INPUT_PRECISION) * b_first_scale + component_bias(
             p_row, p_column, 0, o_i, o_first, b_reference, padded_queries, HAS_ROW, HAS_COLUMN, True, BLOCK_J, True
         )
-        b_second = tl.dot(b_query, b_second_key.T, input_precision=PRECISION) * b_second_scale + component_bias(
+        b_second = tl.dot(b_query, b_second_key.T, input_precision=INPUT_PRECISION) * b_second_scale + component_bias(
             p_row, p_column + padded_keys if HAS_COLUMN else p_column, 1, o_i, o_first, b_reference, padded_queries,
             HAS_ROW, HAS_COLUMN, True, BLOCK_J, True,
         )  # fmt: skip
@@ -241,20 +241,20 @@ def _gather_query(
             o_r = tl.arange(0, 8)
             b_grad_row += tl.where(o_r[None, :] == 0, tl.sum(b_first, 1)[:, None], 0.0)
             b_grad_row += tl.where(o_r[None, :] == 1, tl.sum(b_second, 1)[:, None], 0.0)
-        if not EQUAL:
+        if not ONE_VARIANCE:
             b_first *= b_first_scale * 0.6931471805599453
             b_second *= b_second_scale * 0.6931471805599453
-        b_grad_query = tl.dot(b_first.to(b_first_key.dtype), b_first_key, b_grad_query, input_precision=PRECISION)
-        b_grad_query = tl.dot(b_second.to(b_first_key.dtype), b_second_key, b_grad_query, input_precision=PRECISION)
+        b_grad_query = tl.dot(b_first.to(b_first_key.dtype), b_first_key, b_grad_query, input_precision=INPUT_PRECISION)
+        b_grad_query = tl.dot(b_second.to(b_first_key.dtype), b_second_key, b_grad_query, input_precision=INPUT_PRECISION)
     else:
         o_r = tl.arange(0, 8)
         b_best = tl.full([b_query.shape[0], BLOCK_J], float("-inf"), tl.float32)
         b_ties = tl.zeros([b_query.shape[0], BLOCK_J], tl.float32)
         if HARD and M > 2:
             for r in tl.static_range(M):
-                b_key = load_tile(d_key, i_batch, i_kv_head if SHARED else i_kv_head * M + r, o_first, BLOCK_J, D)
-                b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
-                b_logit = b_product * (scale if EQUAL else tl.load(p_scale + r)) + component_bias(
+                b_key = load_tile(d_key, i_batch, i_kv_head if SHARED_KEY else i_kv_head * M + r, o_first, BLOCK_J, D)
+                b_product = tl.dot(b_query, b_key.T, input_precision=INPUT_PRECISION)
+                b_logit = b_product * (scale if ONE_VARIANCE else tl.load(p_scale + r)) + component_bias(
                     p_row, p_column + r * padded_keys if HAS_COLUMN else p_column, r, o_i, o_first, b_reference,
                     padded_queries, HAS_ROW, HAS_COLUMN, True, BLOCK_J,
                 )  # fmt: skip
@@ -262,9 +262,9 @@ def _gather_query(
                 b_best = tl.maximum(b_best, b_logit)
             b_ties = tl.maximum(b_ties, 1.0)
         for r in tl.static_range(M):
-            b_key = load_tile(d_key, i_batch, i_kv_head if SHARED else i_kv_head * M + r, o_first, BLOCK_J, D)
-            b_product = tl.dot(b_query, b_key.T, input_precision=PRECISION)
-            b_scale = scale if EQUAL else tl.load(p_scale + r)
+            b_key = load_tile(d_key, i_batch, i_kv_head if SHARED_KEY else i_kv_head * M + r, o_first, BLOCK_J, D)
+            b_product = tl.dot(b_query, b_key.T, input_precision=INPUT_PRECISION)
+            b_scale = scale if ONE_VARIANCE else tl.load(p_scale + r)
             b_logit = b_product * b_scale + component_bias(
                 p_row, p_column + r * padded_keys if HAS_COLUMN else p_column, r, o_i, o_first, b_reference,
                 padded_queries, HAS_ROW, HAS_COLUMN, True, BLOCK_J,
@@ -277,7 +277,7 @@ def _gather_query(
             b_grad_logit = b_weight * b_grad_weight
             if HAS_ROW:
                 b_grad_row += tl.where(o_r[None, :] == r, tl.sum(b_grad_logit, 1)[:, None], 0.0)
-            if not EQUAL:
+            if not ONE_VARIANCE:
                 b_grad_logit *= b_scale * 0.6931471805599453
-            b_grad_query = tl.dot(b_grad_logit.to(b_key.dtype), b_key, b_grad_query, input_precision=PRECISION)
+            b_grad_query = tl.dot(b_grad_logit.to(b_key.dtype), b_key, b_grad_query, input_precision=INPUT_PRECISION)
     return b_grad_query, b_grad_row

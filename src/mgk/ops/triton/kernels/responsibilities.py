@@ -13,9 +13,9 @@ def responsibilities(
     d_query, d_key, p_row, p_column, p_scale, p_sums, p_mask, p_query_mask, p_spans, stride_mask_batch,
     stride_mask_head, stride_mask_row, stride_mask_column, rows_per_span, scale, num_heads, group_size, num_queries,
     num_keys, padded_queries, padded_keys, num_blocks,
-    M: tl.constexpr, SHARED: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr,
+    M: tl.constexpr, SHARED_KEY: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, ONE_VARIANCE: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_QUERY_MASK: tl.constexpr, PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Each program sums ``p(r | i, j)`` over its queries and all keys they see into ``sums [programs, 8]``."""
@@ -33,7 +33,7 @@ def responsibilities(
         p_column += i_kv.to(tl.int64) * M * padded_keys
     if HAS_MASK:
         p_mask += i_batch.to(tl.int64) * stride_mask_batch + i_query_head.to(tl.int64) * stride_mask_head
-    if not EQUAL:
+    if not ONE_VARIANCE:
         p_scale += i_kv_head * M
     m_i = o_i < num_queries
     if HAS_QUERY_MASK:
@@ -58,7 +58,7 @@ def responsibilities(
         for r in tl.static_range(M):
             b_best = tl.maximum(b_best, _component_logit(
                 b_query, d_key, p_row, p_column, p_scale, b_zero, i_batch, i_kv_head, r, o_first_key, o_i, scale,
-                padded_queries, padded_keys, M, SHARED, HAS_ROW, HAS_COLUMN, EQUAL, PRECISION, BLOCK_J, D,
+                padded_queries, padded_keys, M, SHARED_KEY, HAS_ROW, HAS_COLUMN, ONE_VARIANCE, INPUT_PRECISION, BLOCK_J, D,
             ))  # fmt: skip
         b_seen = b_seen & (b_best > float("-inf"))
         b_best = tl.where(b_seen, b_best, 0.0)
@@ -66,12 +66,12 @@ def responsibilities(
         for r in tl.static_range(M):
             b_total += tl.math.exp2(_component_logit(
                 b_query, d_key, p_row, p_column, p_scale, b_zero, i_batch, i_kv_head, r, o_first_key, o_i, scale,
-                padded_queries, padded_keys, M, SHARED, HAS_ROW, HAS_COLUMN, EQUAL, PRECISION, BLOCK_J, D,
+                padded_queries, padded_keys, M, SHARED_KEY, HAS_ROW, HAS_COLUMN, ONE_VARIANCE, INPUT_PRECISION, BLOCK_J, D,
             ) - b_best)  # fmt: skip
         for r in tl.static_range(M):
             b_posterior = tl.math.exp2(_component_logit(
                 b_query, d_key, p_row, p_column, p_scale, b_zero, i_batch, i_kv_head, r, o_first_key, o_i, scale,
-                padded_queries, padded_keys, M, SHARED, HAS_ROW, HAS_COLUMN, EQUAL, PRECISION, BLOCK_J, D,
+                padded_queries, padded_keys, M, SHARED_KEY, HAS_ROW, HAS_COLUMN, ONE_VARIANCE, INPUT_PRECISION, BLOCK_J, D,
             ) - b_best) / b_total  # fmt: skip
             b_sum = tl.sum(tl.sum(tl.where(b_seen, b_posterior, 0.0), 1), 0)
             b_sums += tl.where(o_r == r, b_sum, 0.0)
@@ -82,13 +82,13 @@ def responsibilities(
 def _component_logit(
     b_query, d_key, p_row, p_column, p_scale, b_reference, i_batch, i_kv_head, i_component, o_first_key, o_i,
     scale, padded_queries, padded_keys,
-    M: tl.constexpr, SHARED: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, EQUAL: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr,
+    M: tl.constexpr, SHARED_KEY: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, ONE_VARIANCE: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """``[BLOCK_I, BLOCK_J]``"""
-    b_key = load_tile(d_key, i_batch, i_kv_head if SHARED else i_kv_head * M + i_component, o_first_key, BLOCK_J, D)
-    b_scale = scale if EQUAL else tl.load(p_scale + i_component)
-    return tl.dot(b_query, b_key.T, input_precision=PRECISION) * b_scale + component_bias(
+    b_key = load_tile(d_key, i_batch, i_kv_head if SHARED_KEY else i_kv_head * M + i_component, o_first_key, BLOCK_J, D)
+    b_scale = scale if ONE_VARIANCE else tl.load(p_scale + i_component)
+    return tl.dot(b_query, b_key.T, input_precision=INPUT_PRECISION) * b_scale + component_bias(
         p_row, p_column + i_component * padded_keys if HAS_COLUMN else p_column, i_component, o_i, o_first_key,
         b_reference, padded_queries, HAS_ROW, HAS_COLUMN, True, BLOCK_J,
     )  # fmt: skip

@@ -21,7 +21,7 @@ VARYING = [
     *(f"stride_mask_{axis}" for axis in ("batch", "head", "row", "column")),
 ]  # fmt: skip
 # A number or two for each head or sample: where they start depends on how many there are.
-HEAD_NUMBERS = ["p_wide", "p_level", "p_key_range", "p_query_range"]
+HEAD_NUMBERS = ["p_unfactored", "p_level", "p_key_range", "p_query_range"]
 # Kernels that read through descriptors, or rarely, need not know whether a row ends with a word of 16 bytes either.
 VARYING_WITH_WIDTH = [*VARYING, "width", "value_width"]
 
@@ -182,10 +182,10 @@ def safe_ratio(b_gap, limit):
 
 
 @triton.jit
-def mark_wide(p_wide, i_kv, b_ratio):
+def mark_unfactored(p_unfactored, i_kv, b_ratio):
     """Tell backward that some ratio of this key/value head cannot be trusted. All who write write the same."""
     if tl.max((b_ratio != b_ratio).to(tl.int32), 0) > 0:
-        tl.store(p_wide + i_kv, 1.0)
+        tl.store(p_unfactored + i_kv, 1.0)
 
 
 @triton.jit
@@ -336,23 +336,23 @@ _HALVES_ARE_KEPT = tl.constexpr(
 
 
 @triton.jit
-def column_keys(p_column_key, o_column):
+def column_randoms(p_column_random, o_column):
     """The random number of each column: two neighbours have one, of which the even one takes the lower half."""
     o_both = o_column // 2
     o_place = (o_both // 16 * 16) | ((o_both & 3) << 2) | ((o_both & 12) >> 2)
-    return tl.load(p_column_key + o_place) << tl.where(o_column % 2 == 0, 16, 0)
+    return tl.load(p_column_random + o_place) << tl.where(o_column % 2 == 0, 16, 0)
 
 
 @triton.jit
-def shared_column_keys(p_column_key, o_first, COUNT: tl.constexpr):
+def shared_column_randoms(p_column_random, o_first, COUNT: tl.constexpr):
     """Of ``COUNT`` columns of a product from ``o_first`` on, what two neighbours share."""
-    b_key = tl.load(p_column_key + o_first // 2 + tl.arange(0, COUNT // 2))
+    b_key = tl.load(p_column_random + o_first // 2 + tl.arange(0, COUNT // 2))
     b_key = b_key.reshape(COUNT // 32, 4, 4).permute(0, 2, 1).reshape(COUNT // 2)
     return tl.broadcast_to(b_key[:, None], (COUNT // 2, 2)).reshape(COUNT)
 
 
 @triton.jit
-def unless_dropped(b_value, b_row_key, b_column_key, threshold):
+def unless_dropped(b_value, b_row_random, b_column_random, threshold):
     """Dropout: ``value`` where a pair is kept, else 0, from the random numbers of its row and of its column.
 
     The upper half of their product modulo 2^32 decides, so one multiplication makes the random number of a pair, the
@@ -360,14 +360,14 @@ def unless_dropped(b_value, b_row_key, b_column_key, threshold):
     time into words, and then takes them apart again bit by bit, which is more work than the comparisons.
     """
     if _INTERPRETED:
-        return tl.where(((b_row_key * b_column_key) & 0x7FFFFFFF) >= threshold, b_value, 0.0)
+        return tl.where(((b_row_random * b_column_random) & 0x7FFFFFFF) >= threshold, b_value, 0.0)
     return tl.inline_asm_elementwise(
-        _IS_KEPT, "=f,f,r,r,r", [b_value, b_row_key, b_column_key, threshold], dtype=tl.float32, is_pure=True, pack=1
+        _IS_KEPT, "=f,f,r,r,r", [b_value, b_row_random, b_column_random, threshold], dtype=tl.float32, is_pure=True, pack=1
     )
 
 
 @triton.jit
-def rows_unless_dropped(b_value, b_row_key, p_column_key, o_first, threshold, AS_PRODUCT: tl.constexpr):
+def rows_unless_dropped(b_value, b_row_random, p_column_random, o_first, threshold, AS_PRODUCT: tl.constexpr):
     """The same for ``value [rows, columns]``, the first column being ``o_first``.
 
     ``AS_PRODUCT``: it lies as the matrix units leave a product of half precision. Then a thread holds two neighbours,
@@ -375,17 +375,17 @@ def rows_unless_dropped(b_value, b_row_key, p_column_key, o_first, threshold, AS
     """
     COUNT: tl.constexpr = b_value.shape[1]
     if _INTERPRETED or not AS_PRODUCT:
-        b_column_key = column_keys(p_column_key, o_first + tl.arange(0, COUNT))
-        b_kept = unless_dropped(b_value.to(tl.float32), b_row_key[:, None], b_column_key[None, :], threshold)
+        b_column_random = column_randoms(p_column_random, o_first + tl.arange(0, COUNT))
+        b_kept = unless_dropped(b_value.to(tl.float32), b_row_random[:, None], b_column_random[None, :], threshold)
         return b_kept.to(b_value.dtype)
-    b_column_key = shared_column_keys(p_column_key, o_first, COUNT)[None, :]
+    b_column_random = shared_column_randoms(p_column_random, o_first, COUNT)[None, :]
     limits = threshold | (threshold >> 16)
     if b_value.dtype == tl.float32:
         return tl.inline_asm_elementwise(
-            _ARE_KEPT, "=f,=f,f,f,r,r,r,r,r,r", [b_value, b_row_key[:, None], b_column_key, limits], dtype=tl.float32,
+            _ARE_KEPT, "=f,=f,f,f,r,r,r,r,r,r", [b_value, b_row_random[:, None], b_column_random, limits], dtype=tl.float32,
             is_pure=True, pack=2,
         )  # fmt: skip
     return tl.inline_asm_elementwise(
-        _HALVES_ARE_KEPT, "=r,r,r,r,r,r,r,r", [b_value, b_row_key[:, None], b_column_key, limits], dtype=b_value.dtype,
+        _HALVES_ARE_KEPT, "=r,r,r,r,r,r,r,r", [b_value, b_row_random[:, None], b_column_random, limits], dtype=b_value.dtype,
         is_pure=True, pack=2,
     )  # fmt: skip

@@ -27,7 +27,7 @@ from mgk.ops.triton.kernels.tiles import (
     HEAD_NUMBERS,
     VARYING_WITH_WIDTH,
     in_order,
-    mark_wide,
+    mark_unfactored,
     partial_sums,
     place,
     safe_ratio,
@@ -45,11 +45,11 @@ MOST_REGISTERS = gl.constexpr(240)
     do_not_specialize_on_alignment=HEAD_NUMBERS,
 )
 def attention_forward_wide(
-    d_query, d_key, d_value, d_out, d_column, d_other, p_row, p_alpha, p_wide, p_level, p_shift, p_origin, p_normaliser,
+    d_query, d_key, d_value, d_out, d_column, d_other, p_row, p_row_second, p_unfactored, p_level, p_shift, p_origin, p_normaliser,
     scale, num_heads, group_size, num_queries, num_keys, padded_queries, num_tiles, num_rows,
     num_blocks, section, width, largest_ratio, lowest_sum, highest_sum, margin,
-    PAIRED: gl.constexpr, HARD: gl.constexpr, HAS_ORIGIN: gl.constexpr, HAS_LEVEL: gl.constexpr,
-    CAUSAL: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, BLOCK_J: gl.constexpr, D: gl.constexpr,
+    TWO_SHIFTS: gl.constexpr, HARD: gl.constexpr, HAS_ORIGIN: gl.constexpr, HAS_LEVEL: gl.constexpr,
+    CAUSAL: gl.constexpr, PING_PONG: gl.constexpr, STAGES: gl.constexpr, BLOCK_J: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr,
 ):  # fmt: skip
     """Write ``out [B, H, Nq, Dv]`` and ``normaliser [B, H, Nq]`` (natural logarithm, NaN where unsafe); of a pair also
@@ -59,7 +59,7 @@ def attention_forward_wide(
     then both are not scaled yet, so that products can be added.
     ``HAS_LEVEL``: columns hold the level of the logits. Without it these are dot products of one component, which have
     no columns, weighed against the row's largest logit in the first block. Heads of a ``section`` are worked on at a
-    time. Under causality there are no more queries than keys. ``TURNS``: the two groups issue their products in turn.
+    time. Under causality there are no more queries than keys. ``PING_PONG``: the two groups issue their products in turn.
     """
     s_query = gl.allocate_shared_memory(d_query.dtype, [2, 1, 1, GROUP_ROWS, D], d_query.layout)
     s_key = gl.allocate_shared_memory(d_key.dtype, [STAGES, 1, 1, BLOCK_J, D], d_key.layout)
@@ -69,7 +69,7 @@ def attention_forward_wide(
     s_other = s_query
     if HAS_LEVEL:
         s_column = gl.allocate_shared_memory(gl.float32, [STAGES + 1, 1, BLOCK_J], d_column.layout)
-    if PAIRED:
+    if TWO_SHIFTS:
         s_other = gl.allocate_shared_memory(gl.float32, [STAGES + 1, 1, BLOCK_J], d_other.layout)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     s_query_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
@@ -94,22 +94,22 @@ def attention_forward_wide(
     gl.warp_specialize([
         (_attend, (
             gl.constexpr(0), d_out, s_query, s_key, s_value, s_column, s_other, s_out, s_query_full, s_query_empty,
-            s_key_full, s_key_empty, s_value_full, s_value_empty, s_turn, p_row, p_alpha, p_wide, p_level, p_shift,
+            s_key_full, s_key_empty, s_value_full, s_value_empty, s_turn, p_row, p_row_second, p_unfactored, p_level, p_shift,
             p_origin, p_normaliser, scale, num_heads, group_size, num_queries, num_keys, padded_queries, num_tiles,
-            num_rows, num_blocks, section, width, largest_ratio, lowest_sum, highest_sum, margin, PAIRED,
-            HARD, HAS_ORIGIN, HAS_LEVEL, CAUSAL, TURNS, STAGES, BLOCK_J, D, DV,
+            num_rows, num_blocks, section, width, largest_ratio, lowest_sum, highest_sum, margin, TWO_SHIFTS,
+            HARD, HAS_ORIGIN, HAS_LEVEL, CAUSAL, PING_PONG, STAGES, BLOCK_J, D, DV,
         )),
         (_attend, (
             gl.constexpr(1), d_out, s_query, s_key, s_value, s_column, s_other, s_out, s_query_full, s_query_empty,
-            s_key_full, s_key_empty, s_value_full, s_value_empty, s_turn, p_row, p_alpha, p_wide, p_level, p_shift,
+            s_key_full, s_key_empty, s_value_full, s_value_empty, s_turn, p_row, p_row_second, p_unfactored, p_level, p_shift,
             p_origin, p_normaliser, scale, num_heads, group_size, num_queries, num_keys, padded_queries, num_tiles,
-            num_rows, num_blocks, section, width, largest_ratio, lowest_sum, highest_sum, margin, PAIRED,
-            HARD, HAS_ORIGIN, HAS_LEVEL, CAUSAL, TURNS, STAGES, BLOCK_J, D, DV,
+            num_rows, num_blocks, section, width, largest_ratio, lowest_sum, highest_sum, margin, TWO_SHIFTS,
+            HARD, HAS_ORIGIN, HAS_LEVEL, CAUSAL, PING_PONG, STAGES, BLOCK_J, D, DV,
         )),
         (_copy, (
             d_query, d_key, d_value, d_column, d_other, s_query, s_key, s_value, s_column, s_other, s_query_full,
             s_query_empty, s_key_full, s_key_empty, s_value_full, s_value_empty, num_heads, group_size, num_queries,
-            num_keys, num_tiles, num_rows, num_blocks, section, PAIRED, HARD, HAS_LEVEL, CAUSAL, STAGES, BLOCK_J, D, DV,
+            num_keys, num_tiles, num_rows, num_blocks, section, TWO_SHIFTS, HARD, HAS_LEVEL, CAUSAL, STAGES, BLOCK_J, D, DV,
         )),
     ], [4, 1], [MOST_REGISTERS, 24])  # fmt: skip
 
@@ -178,12 +178,12 @@ def _copy(
     d_query, d_key, d_value, d_column, d_other, s_query, s_key, s_value, s_column, s_other, s_query_full, s_query_empty,
     s_key_full, s_key_empty, s_value_full, s_value_empty, num_heads, group_size, num_queries, num_keys, num_tiles,
     num_rows, num_blocks, section,
-    PAIRED: gl.constexpr, HARD: gl.constexpr, HAS_LEVEL: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+    TWO_SHIFTS: gl.constexpr, HARD: gl.constexpr, HAS_LEVEL: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
     BLOCK_J: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
 ):  # fmt: skip
     """The warp that copies: queries, keys, values and terms of columns, as soon as there is room."""
-    M: gl.constexpr = 2 if PAIRED else 1
-    TERM_BYTES: gl.constexpr = 4 * BLOCK_J * ((1 if HAS_LEVEL else 0) + (1 if PAIRED else 0))
+    M: gl.constexpr = 2 if TWO_SHIFTS else 1
+    TERM_BYTES: gl.constexpr = 4 * BLOCK_J * ((1 if HAS_LEVEL else 0) + (1 if TWO_SHIFTS else 0))
     num_copied = 0
     for i_own in range(_count_tiles(num_tiles, CAUSAL)):
         i_batch, i_query_head, i_kv_head, i_block, _, count = _find_tile(
@@ -197,7 +197,7 @@ def _copy(
         # Terms of the first block come with the queries, others with the values of the block before.
         if HAS_LEVEL:
             tma.async_copy_global_to_shared(d_column, [i_kv * M, 0], s_query_full, s_column.index(STAGES))
-        if PAIRED:
+        if TWO_SHIFTS:
             tma.async_copy_global_to_shared(d_other, [i_other, 0], s_query_full, s_other.index(STAGES))
         for group in gl.static_range(2):
             o_first = i_block * TILE_ROWS + group * GROUP_ROWS
@@ -218,7 +218,7 @@ def _copy(
             # Terms of the next block: they are read before these values are done with.
             if HAS_LEVEL:
                 tma.async_copy_global_to_shared(d_column, [i_kv * M, o_j + BLOCK_J], value_full, s_column.index(stage))
-            if PAIRED:
+            if TWO_SHIFTS:
                 tma.async_copy_global_to_shared(d_other, [i_other, o_j + BLOCK_J], value_full, s_other.index(stage))
             tma.async_copy_global_to_shared(d_value, [i_batch, i_kv_head, o_j, 0], value_full, s_value.index(stage))
             num_copied += 1
@@ -227,11 +227,11 @@ def _copy(
 @gluon.jit
 def _attend(
     GROUP: gl.constexpr, d_out, s_query, s_key, s_value, s_column, s_other, s_out, s_query_full, s_query_empty,
-    s_key_full, s_key_empty, s_value_full, s_value_empty, s_turn, p_row, p_alpha, p_wide, p_level,
+    s_key_full, s_key_empty, s_value_full, s_value_empty, s_turn, p_row, p_row_second, p_unfactored, p_level,
     p_shift, p_origin, p_normaliser, scale, num_heads, group_size, num_queries, num_keys, padded_queries, num_tiles,
     num_rows, num_blocks, section, width, largest_ratio, lowest_sum, highest_sum, margin,
-    PAIRED: gl.constexpr, HARD: gl.constexpr, HAS_ORIGIN: gl.constexpr, HAS_LEVEL: gl.constexpr,
-    CAUSAL: gl.constexpr, TURNS: gl.constexpr, STAGES: gl.constexpr, BLOCK_J: gl.constexpr, D: gl.constexpr,
+    TWO_SHIFTS: gl.constexpr, HARD: gl.constexpr, HAS_ORIGIN: gl.constexpr, HAS_LEVEL: gl.constexpr,
+    CAUSAL: gl.constexpr, PING_PONG: gl.constexpr, STAGES: gl.constexpr, BLOCK_J: gl.constexpr, D: gl.constexpr,
     DV: gl.constexpr,
 ):  # fmt: skip
     """A warp group: its half of every tile, tile after tile."""
@@ -263,7 +263,7 @@ def _attend(
         b_second_shift = b_reference
         b_first_origin = 0.0
         b_second_origin = 0.0
-        if PAIRED:
+        if TWO_SHIFTS:
             # On their way before the queries are awaited.
             p_own_shift = p_shift + i_kv_head * 2 * width
             b_first_shift = _shift_of(p_own_shift, width, D, gl.SliceLayout(0, queries))
@@ -278,17 +278,17 @@ def _attend(
         mbarrier.wait(s_key_full.index(stage), (num_read // STAGES) & 1)
         s_own_key = s_key.index(stage).reshape([BLOCK_J, D]).permute([1, 0])
         b_product = warpgroup_mma(s_own_query, s_own_key, b_zero, use_acc=False, is_async=True)
-        if PAIRED:
+        if TWO_SHIFTS:
             b_first_row, b_factor = _row_terms(
                 s_own_query, b_first_shift, b_second_shift, b_first_origin, b_second_origin,
-                p_row + i_head * 2 * padded_queries, p_alpha + i_head * padded_queries, p_wide, i_kv, o_i, scale,
+                p_row + i_head * 2 * padded_queries, p_row_second + i_head * padded_queries, p_unfactored, i_kv, o_i, scale,
                 padded_queries, largest_ratio, HARD, queries, rows,
             )  # fmt: skip
         b_column = b_zero
         b_other = b_zero
         if HAS_LEVEL:
             b_column = _read_terms(s_column.index(STAGES), BLOCK_J, pairs)
-        if PAIRED:
+        if TWO_SHIFTS:
             b_other = _read_terms(s_other.index(STAGES), BLOCK_J, pairs)
         b_product = warpgroup_mma_wait(0, deps=[b_product])
         if HARD:
@@ -301,7 +301,7 @@ def _attend(
             b_reference = gl.max(b_logit, 1) + margin
         b_weight = _weights(
             b_product, b_column, b_other, b_factor, b_reference, o_i, 0, scale, causal_offset,
-            PAIRED, HARD, HAS_LEVEL, CAUSAL, BLOCK_J, pairs,
+            TWO_SHIFTS, HARD, HAS_LEVEL, CAUSAL, BLOCK_J, pairs,
         )  # fmt: skip
         b_sum = partial_sums(b_weight)
         b_weight = _as_operand(b_weight, s_value.dtype, outputs)
@@ -311,7 +311,7 @@ def _attend(
                 b_out, b_sum, b_weight, b_zero, b_factor, b_reference, s_own_query, s_key, s_value, s_column, s_other,
                 s_key_full, s_key_empty, s_value_full, s_value_empty, s_turn, num_read + i, num_turns + i - 1, o_i,
                 i * BLOCK_J, scale, causal_offset,
-                GROUP, PAIRED, HARD, HAS_LEVEL, False, TURNS, STAGES, BLOCK_J, D, DV, pairs, outputs,
+                GROUP, TWO_SHIFTS, HARD, HAS_LEVEL, False, PING_PONG, STAGES, BLOCK_J, D, DV, pairs, outputs,
             )  # fmt: skip
         if CAUSAL:
             for i in range(gl.maximum(full, 1), count):
@@ -319,7 +319,7 @@ def _attend(
                     b_out, b_sum, b_weight, b_zero, b_factor, b_reference, s_own_query, s_key, s_value, s_column,
                     s_other, s_key_full, s_key_empty, s_value_full, s_value_empty, s_turn, num_read + i,
                     num_turns + i - 1, o_i, i * BLOCK_J, scale, causal_offset,
-                    GROUP, PAIRED, HARD, HAS_LEVEL, True, TURNS, STAGES, BLOCK_J, D, DV, pairs, outputs,
+                    GROUP, TWO_SHIFTS, HARD, HAS_LEVEL, True, PING_PONG, STAGES, BLOCK_J, D, DV, pairs, outputs,
                 )  # fmt: skip
         num_read += count
         num_turns += count - 1
@@ -351,8 +351,8 @@ def _attend(
 def _attend_block(
     b_out, b_sum, b_weight, b_zero, b_factor, b_reference, s_own_query, s_key, s_value, s_column, s_other, s_key_full,
     s_key_empty, s_value_full, s_value_empty, s_turn, num_read, num_turns, o_i, o_j, scale, causal_offset,
-    GROUP: gl.constexpr, PAIRED: gl.constexpr, HARD: gl.constexpr, HAS_LEVEL: gl.constexpr, MASKED: gl.constexpr,
-    TURNS: gl.constexpr, STAGES: gl.constexpr, BLOCK_J: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    GROUP: gl.constexpr, TWO_SHIFTS: gl.constexpr, HARD: gl.constexpr, HAS_LEVEL: gl.constexpr, MASKED: gl.constexpr,
+    PING_PONG: gl.constexpr, STAGES: gl.constexpr, BLOCK_J: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     pairs: gl.constexpr, outputs: gl.constexpr,
 ):  # fmt: skip
     """Multiply the last block's weights with its values and, meanwhile, weigh one block of keys."""
@@ -368,7 +368,7 @@ def _attend_block(
         b_other = _read_terms(s_other.index(last), BLOCK_J, pairs)
         b_start = _larger_bias(b_column, b_other, b_factor)
     mbarrier.wait(s_key_full.index(stage), (num_read // STAGES) & 1)
-    if TURNS:
+    if PING_PONG:
         # The other group has issued its products: while ours run, it weighs.
         mbarrier.wait(s_turn.index(GROUP), (num_turns & 1) ^ (1 - GROUP))
     s_own_key = s_key.index(stage).reshape([BLOCK_J, D]).permute([1, 0])
@@ -376,18 +376,18 @@ def _attend_block(
     if not HARD:
         mbarrier.wait(s_value_full.index(last), ((num_read - 1) // STAGES) & 1)
     b_out = warpgroup_mma(b_weight, s_value.index(last).reshape([BLOCK_J, DV]), b_out, is_async=True)
-    if TURNS:
+    if PING_PONG:
         mbarrier.arrive(s_turn.index(1 - GROUP), count=1)
     b_product = warpgroup_mma_wait(1, deps=[b_product])
     mbarrier.arrive(s_key_empty.index(stage), count=1)
     # Only now: measured, pairs are slower if they read them before the product is awaited.
     if HAS_LEVEL and not HARD:
         b_column = _read_terms(s_column.index(last), BLOCK_J, pairs)
-    if PAIRED and not HARD:
+    if TWO_SHIFTS and not HARD:
         b_other = _read_terms(s_other.index(last), BLOCK_J, pairs)
     b_new_weight = _weights(
         b_product, b_column, b_other, b_factor, b_reference, o_i, o_j, scale, causal_offset,
-        PAIRED, HARD, HAS_LEVEL, MASKED, BLOCK_J, pairs,
+        TWO_SHIFTS, HARD, HAS_LEVEL, MASKED, BLOCK_J, pairs,
     )  # fmt: skip
     b_sum += partial_sums(b_new_weight)
     b_out = warpgroup_mma_wait(0, deps=[b_out])
@@ -404,7 +404,7 @@ def _larger_bias(b_column, b_other, b_factor):
 @gluon.jit
 def _weights(
     b_product, b_column, b_other, b_factor, b_reference, o_i, o_j, scale, causal_offset,
-    PAIRED: gl.constexpr, HARD: gl.constexpr, HAS_LEVEL: gl.constexpr, MASKED: gl.constexpr, BLOCK_J: gl.constexpr,
+    TWO_SHIFTS: gl.constexpr, HARD: gl.constexpr, HAS_LEVEL: gl.constexpr, MASKED: gl.constexpr, BLOCK_J: gl.constexpr,
     pairs: gl.constexpr,
 ):  # fmt: skip
     """Of one block of keys. ``factor`` of a row is ``alpha``. (If the choice is hard, products hold the bias.)"""
@@ -415,7 +415,7 @@ def _weights(
     else:
         b_logit = b_product * scale - b_reference.expand_dims(1)
     b_weight = gl.exp2(b_logit)
-    if PAIRED and not HARD:
+    if TWO_SHIFTS and not HARD:
         b_weight = b_weight + b_weight * (b_factor.expand_dims(1) * b_other.expand_dims(0))
     if MASKED:
         b_weight = gl.where(_sees(o_i, o_j, causal_offset, BLOCK_J, pairs), b_weight, 0.0)
@@ -445,7 +445,7 @@ def _shifted_origin(p_shift, p_origin, width, D: gl.constexpr):
 
 @gluon.jit
 def _row_terms(
-    s_own_query, b_first_shift, b_second_shift, b_first_origin, b_second_origin, p_row, p_alpha, p_wide, i_kv, o_i,
+    s_own_query, b_first_shift, b_second_shift, b_first_origin, b_second_origin, p_row, p_row_second, p_unfactored, i_kv, o_i,
     scale, padded_queries, largest_ratio, HARD: gl.constexpr, queries: gl.constexpr, rows: gl.constexpr,
 ):  # fmt: skip
     """Of a pair, ``scale (q_i - origin) . shift_r``: the first, and ``alpha``; or if the choice is hard how far the
@@ -457,15 +457,15 @@ def _row_terms(
     b_second = gl.convert_layout(b_second, rows, assert_trivial=True)
     # Scaled last, so that a tie is one.
     b_factor = b_second - b_first
-    b_alpha = b_factor * scale
+    b_row_second = b_factor * scale
     if not HARD:
-        b_alpha = safe_ratio(b_alpha, largest_ratio)
-        mark_wide(p_wide, i_kv, b_alpha)
+        b_row_second = safe_ratio(b_row_second, largest_ratio)
+        mark_unfactored(p_unfactored, i_kv, b_row_second)
     o_row = place(o_i)
     gl.store(p_row + o_row, b_first * scale)
     gl.store(p_row + padded_queries + o_row, b_second * scale)
-    gl.store(p_alpha + o_row, b_alpha)
-    return b_first * scale, b_factor if HARD else b_alpha
+    gl.store(p_row_second + o_row, b_row_second)
+    return b_first * scale, b_factor if HARD else b_row_second
 
 
 @gluon.jit
