@@ -22,7 +22,7 @@ PADDING = 128
 BLOCK = 1024
 SMALL = tuning.Tile(0, 0, 2, 1)
 ONE_WARP = tuning.Tile(0, 0, 1, 1)
-# As many programs as keep a large GPU busy.
+# As many programs as keep an H200 busy: to be replaced by `tuning.programs`.
 PROGRAMS = 264
 # Blocks of terms that one program makes.
 MOST_BLOCKS_TOGETHER = 4
@@ -171,7 +171,7 @@ class Call(TermsLayout):
         row_blocks = self.padded_queries // rows if self.has_row and makes_rows else 0
         column_blocks = self.padded_keys // rows if self.has_column else 0
         total = self.batch * (self.heads * row_blocks + self.kv_heads * column_blocks)
-        enough = 2 if tuning.is_interpreted() else 4 * PROGRAMS
+        enough = tuning.programs(self.device, waves=4)
         # What a program finds before it begins takes the longer the more there is to find.
         together = max(1, min(total // enough, MOST_BLOCKS_TOGETHER if self.shift is not None else 1))
         row_programs = self.batch * self.heads * count_blocks(row_blocks, together)
@@ -265,7 +265,8 @@ class Call(TermsLayout):
         asked = ("HAS_MASK", "HAS_RANGE", "PACKED", "DROPOUT")
         has_no_bias = not self.has_row and not self.has_column
         return (
-            self.value is not None
+            tuning.HAS_WARP_SPECIALISATION
+            and self.value is not None
             and self.keys > 0
             and block_width(self.width) == block_width(self.value.shape[-1])
             and not any(self.options[name] for name in asked)

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mgk.ops.problem import MixtureProblem
 from mgk.ops.triton import tuning
-from mgk.ops.triton.call import LOG2_E, PROGRAMS, SMALL, inverse_variance_of
+from mgk.ops.triton.call import LOG2_E, SMALL, inverse_variance_of
 from mgk.ops.triton.kernels import decode
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.layout import aligned, block_width, count_blocks, descriptor, on_device
@@ -75,12 +75,12 @@ def run(
     kv_heads, components, keys = key.shape[1], key.shape[2] if shift is None else shift.shape[1], key.shape[3]
     group_size = heads // kv_heads
     rows, value_width = group_size * queries, value.shape[-1]
-    tile = tuning.choose_decode_tile(max(width, value_width), 1 if shift is not None else components)
+    tile = tuning.choose_decode_tile(max(width, value_width), 1 if shift is not None else components, query.device)
     # As many programs as keep the GPU busy, but each with some blocks of its own.
     wanted = (
         3
         if tuning.is_interpreted()
-        else count_blocks(WAVES * PROGRAMS, batch * kv_heads) * (1 if shift is not None else components)
+        else count_blocks(tuning.programs(query.device, WAVES), batch * kv_heads) * (1 if shift is not None else components)
     )
     splits = max(1, min(wanted, count_blocks(keys, LEAST_BLOCKS * tile.columns), MOST_SPLITS))
     keys_per_split = count_blocks(count_blocks(keys, splits), tile.columns) * tile.columns

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mgk.ops.triton import tuning
-from mgk.ops.triton.call import LOG2_E, PROGRAMS, SMALL, Call, rows_of_small_kernels
+from mgk.ops.triton.call import LOG2_E, SMALL, Call, rows_of_small_kernels
 from mgk.ops.triton.kernels import (
     forward,
     gradient_sums,
@@ -110,7 +110,7 @@ def forward_pass(
         call.run("forward", run)
         tile = call.tile("repair")
         blocks = count_blocks(call.queries, tile.rows)
-        enough = 2 if tuning.is_interpreted() else PROGRAMS
+        enough = tuning.programs(call.device)
         together = blocks * call.batch * call.heads // enough
         together = max(1, min(together, forward.MOST_ROWS_TOGETHER.value // tile.rows, blocks))
         launch(
