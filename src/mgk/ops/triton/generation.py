@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +52,7 @@ def attend_in_step(problem: MixtureProblem) -> Tensor:
     return out if problem.query_mask is None else out.masked_fill(~problem.query_mask[:, None, :, None], 0.0)
 
 
-@partial(torch.library.custom_op, "mgk::fused_decode", mutates_args=(), schema=f"({SCHEMA}) -> Tensor")
+@torch.library.custom_op("mgk::fused_decode", mutates_args=(), schema=f"({SCHEMA}) -> Tensor")
 def fused_decode(*values: Any) -> Tensor:
     """:func:`run` of ``*tensors, *options``."""
     return run(*named(values))
@@ -68,7 +67,7 @@ def _(*values: Any) -> Tensor:
 class Split(NamedTuple):
     """How the keys of a head are split between programs (split-KV)."""
 
-    count: int
+    programs: int
     """programs of a head"""
     keys: int
     """keys of a program: whole blocks"""
@@ -100,22 +99,22 @@ def run(tensors: Tensors, options: Options) -> Tensor:
     with on_device(tensors.query):
         # As a rule a cache is aligned: what is not must be copied.
         query, key, value = aligned(tensors.query), aligned(tensors.key), aligned(tensors.value)
-        partial_sums = query.new_empty(batch * kv_heads, split.count, rows, block_v, dtype=torch.float32)
-        maximum = query.new_empty(batch * kv_heads, split.count, rows, dtype=torch.float32)
+        partial_sums = query.new_empty(batch * kv_heads, split.programs, rows, block_v, dtype=torch.float32)
+        maximum = query.new_empty(batch * kv_heads, split.programs, rows, dtype=torch.float32)
         sums = torch.empty_like(maximum)
         out = query.new_empty(batch, heads, queries, value_width)
         prior, prior_strides = prior_and_strides(log_prior)
         variance = tensors.inverse_variance
         launch(
             decode.decode_split,
-            batch * kv_heads * split.count,
+            batch * kv_heads * split.programs,
             (
                 descriptor(key, split.tile.columns), descriptor(value, split.tile.columns), query, key, value,
                 None if shift is None else shift.float().contiguous(), prior,
                 None if variance is None else (variance.float() * LOG2_E).contiguous(), key_mask, partial_sums,
                 maximum, sums, *strides_of_rows(query), *strides_of_rows(key), *strides_of_rows(value),
                 *prior_strides, *((0, 0) if key_mask is None else key_mask.stride()), options.scale * LOG2_E, heads,
-                group_size, queries, keys, split.keys, split.count, width, value_width,
+                group_size, queries, keys, split.keys, split.programs, width, value_width,
             ),
             {
                 "M": components,
@@ -140,8 +139,8 @@ def run(tensors: Tensors, options: Options) -> Tensor:
         launch(
             decode.decode_merge,
             batch * kv_heads * rows,
-            (partial_sums, maximum, sums, out, split.count, rows, value_width),
-            {"SPLITS": max(2, 1 << (split.count - 1).bit_length()), "DV": block_v},
+            (partial_sums, maximum, sums, out, split.programs, rows, value_width),
+            {"SPLITS": max(2, 1 << (split.programs - 1).bit_length()), "DV": block_v},
             SMALL,
         )
     return out

@@ -25,18 +25,17 @@ from mgk.ops.triton.passes import backward_pass, forward_pass, responsibility_pa
 OF_BACKWARD = "Tensor grad_out, Tensor? grad_normaliser, Tensor out, Tensor normaliser, Tensor terms"
 
 
-@partial(
-    torch.library.custom_op, "mgk::fused_attention", mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor, Tensor)"
-)
+@torch.library.custom_op("mgk::fused_attention", mutates_args=(), schema=f"({SCHEMA}) -> (Tensor, Tensor, Tensor)")
 def fused_attention(*values: Any) -> Results:
     """:func:`forward_pass` of ``*tensors, *options``."""
     return forward_pass(*named(values))
 
 
-@partial(
-    torch.library.custom_op, "mgk::fused_attention_backward", mutates_args=(),
+@torch.library.custom_op(
+    "mgk::fused_attention_backward",
+    mutates_args=(),
     schema=f"({OF_BACKWARD}, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)  # fmt: skip
+)
 def fused_attention_backward(
     grad_out: Tensor, grad_normaliser: Tensor | None, out: Tensor, normaliser: Tensor, terms: Tensor, *values: Any
 ) -> Gradients:
@@ -44,7 +43,7 @@ def fused_attention_backward(
     return backward_pass(grad_out, grad_normaliser, Results(out, normaliser, terms), *named(values))
 
 
-@partial(torch.library.custom_op, "mgk::fused_responsibilities", mutates_args=(), schema=f"({SCHEMA}) -> Tensor")
+@torch.library.custom_op("mgk::fused_responsibilities", mutates_args=(), schema=f"({SCHEMA}) -> Tensor")
 def fused_responsibilities(*values: Any) -> Tensor:
     """:func:`responsibility_pass` of ``*tensors, *options``."""
     return responsibility_pass(*named(values))
@@ -210,7 +209,10 @@ def is_unwatched(*tensors: Tensor | None) -> bool:
         return False
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return False
-    return all(t is None or (type(t) in (Tensor, Parameter) and t.device.type != "meta") for t in tensors)
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) not in (Tensor, Parameter) or tensor.device.type == "meta"):
+            return False
+    return True
 
 
 def visible_pairs(query_shape: Any, num_keys: int, is_causal: bool) -> int:

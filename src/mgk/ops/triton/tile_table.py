@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 
@@ -176,6 +177,7 @@ def table_of(architecture: str) -> Table:
     return TABLES.get(architecture, UNMEASURED)
 
 
+@functools.cache
 def attention_tile(kernel: Kernel, architecture: str) -> Tile:
     """The tile of a kernel of softmax attention."""
     # Room first: fp32 products take no tensor cores; wide heads and masks fill registers and shared memory.
@@ -198,11 +200,13 @@ def attention_tile(kernel: Kernel, architecture: str) -> Tile:
     raise KeyError(f"no tile of {kernel}")
 
 
+@functools.cache
 def decode_tile(width: int, key_tensors: int, architecture: str) -> Tile:
     """The tile of a step of generation: ``width`` is the larger of D and Dv."""
     return next(tile for most, tile in table_of(architecture).decode if width * key_tensors <= most)
 
 
+@functools.cache
 def linear_tile(
     name: str, width: int, element_size: int, is_causal: bool, is_mixture: bool, architecture: str
 ) -> Tile:  # fmt: skip

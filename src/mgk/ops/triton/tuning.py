@@ -14,7 +14,8 @@ import torch
 import triton
 
 from mgk.ops.triton import tile_table
-from mgk.ops.triton.tile_table import INTERPRETED, Kernel, Tile
+from mgk.ops.triton.tile_table import INTERPRETED, Kernel
+from mgk.ops.triton.tile_table import Tile as Tile
 
 CANDIDATES = [
     Tile(rows, columns, warps, stages)
