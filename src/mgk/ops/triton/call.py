@@ -191,6 +191,7 @@ class Call(TermsLayout):
             "GAUSSIAN": self.gaussian,
             "HAS_SHIFT": self.shift is not None,
             "HAS_PRIOR": self.log_prior is not None,
+            "PRIOR_BY_SAMPLE": self.log_prior is not None and self.log_prior.ndim == 4,
             "HAS_NORM": self.has_norm,
             "TWO_SHIFTS": self.two_shifts,
             "TWO_KEYS": self.two_keys,
@@ -345,8 +346,15 @@ def power_of_two(number: int) -> int:
 
 
 def prior_and_strides(log_prior: Tensor | None) -> tuple[Tensor | None, tuple[int, int, int]]:
-    """The prior as kernels read it, and how far heads, components and keys lie apart."""
+    """The prior as kernels read it, ``[Hkv, M, Nk or 1]`` or ``[B * Hkv, M, Nk]``, and how far heads, components and
+    keys lie apart. A prior of each sample is copied if its heads do not follow each other at one distance."""
     if log_prior is None:
         return None, (0, 0, 0)
-    by_head, by_component, by_key = log_prior.stride()
-    return log_prior, (by_head, by_component, by_key if log_prior.shape[2] > 1 else 0)
+    prior = log_prior.flatten(0, 1) if log_prior.ndim == 4 else log_prior
+    by_head, by_component, by_key = prior.stride()
+    return prior, (by_head, by_component, 0 if is_prior_by_head(log_prior) else by_key)
+
+
+def is_prior_by_head(log_prior: Tensor) -> bool:
+    """Whether all keys of all samples have one prior."""
+    return log_prior.ndim == 3 and log_prior.shape[2] == 1

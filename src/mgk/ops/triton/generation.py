@@ -10,7 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mgk.ops.problem import MixtureProblem
 from mgk.ops.triton import tuning
-from mgk.ops.triton.call import LOG2_E, SMALL, prior_and_strides
+from mgk.ops.triton.call import LOG2_E, SMALL, is_prior_by_head, prior_and_strides
 from mgk.ops.triton.inputs import SCHEMA, Options, Tensors, inputs_of, named
 from mgk.ops.triton.kernels import decode
 from mgk.ops.triton.launch import launch
@@ -124,7 +124,8 @@ def run(tensors: Tensors, options: Options) -> Tensor:
                 "ONE_VARIANCE": variance is None,
                 "HAS_SHIFT": shift is not None,
                 "HAS_PRIOR": log_prior is not None,
-                "PRIOR_BY_KEY": log_prior is not None and log_prior.shape[2] > 1,
+                "PRIOR_BY_KEY": log_prior is not None and not is_prior_by_head(log_prior),
+                "PRIOR_BY_SAMPLE": log_prior is not None and log_prior.ndim == 4,
                 "HAS_KEY_MASK": key_mask is not None,
                 "CAUSAL": options.is_causal and queries > 1,
                 "INPUT_PRECISION": "ieee",

@@ -23,7 +23,7 @@ class Tensors(NamedTuple):
     shift: Tensor | None = None
     """``[Hkv, M, D]``"""
     log_prior: Tensor | None = None
-    """fp32 ``[Hkv, M, Nk]`` or ``[Hkv, M, 1]``"""
+    """fp32 ``[Hkv, M, 1]``, ``[Hkv, M, Nk]`` or ``[B, Hkv, M, Nk]``"""
     inverse_variance: Tensor | None = None
     """``[Hkv, M]``; ``None``: ``scale`` for all"""
     attn_mask: Tensor | None = None

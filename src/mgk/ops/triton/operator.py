@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mgk.ops.autograd import NO_SECOND_ORDER
 from mgk.ops.triton import replay
-from mgk.ops.triton.call import TermsLayout
+from mgk.ops.triton.call import TermsLayout, is_prior_by_head, prior_and_strides
 from mgk.ops.triton.inputs import SCHEMA, Gradients, Options, Results, Tensors, named
 from mgk.ops.triton.layout import aligned, aligned_width, by_token
 from mgk.ops.triton.passes import backward_pass, forward_pass, responsibility_pass
@@ -147,7 +147,7 @@ def run_backward(
 
     def is_recordable() -> bool:
         has_one_gradient = tensors.shift is None or tensors.shift.shape[1] <= 2
-        by_head = tensors.log_prior is None or tensors.log_prior.shape[2] == 1
+        by_head = tensors.log_prior is None or is_prior_by_head(tensors.log_prior)
         return has_one_gradient and by_head and aligned(grad_out) is grad_out and _are_read_as_they_are(tensors)
 
     return Gradients(*replay.once(
@@ -172,9 +172,11 @@ def _distinct(tensors: Tensors) -> tuple[Tensors, bool]:
 
 def _are_read_as_they_are(tensors: Tensors) -> bool:
     """Whether the kernels read these tensors without a copy, and write what has their width."""
-    keys, shift = tensors.key.flatten(1, 2), tensors.shift
+    keys, shift, given_prior = tensors.key.flatten(1, 2), tensors.shift, tensors.log_prior
+    prior, _ = prior_and_strides(given_prior)
     return (
         keys.data_ptr() == tensors.key.data_ptr()
+        and (prior is None or given_prior is None or prior.data_ptr() == given_prior.data_ptr())
         and all(aligned(t) is t and aligned_width(t) == t.shape[-1] for t in (tensors.query, keys, tensors.value))
         and (shift is None or (shift.dtype == torch.float32 and shift.is_contiguous()))
         and all(t is None or t.is_contiguous() for t in (tensors.key_mask, tensors.query_mask, tensors.seed))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mgk.ops.triton import tuning
-from mgk.ops.triton.call import LOG2_E, SMALL, Call, rows_of_small_kernels
+from mgk.ops.triton.call import LOG2_E, SMALL, Call, is_prior_by_head, rows_of_small_kernels
 from mgk.ops.triton.inputs import Gradients, Options, Results, Tensors
 from mgk.ops.triton.kernels import (
     forward,
@@ -266,10 +266,15 @@ class _Backward:
         call, prior = self.call, self.call.log_prior
         grad_shift = call.new(0) if call.shift is None else torch.empty_like(call.shift)
         grad_prior = call.new(0)
-        by_head = prior is not None and prior.shape[2] == 1
+        by_head = prior is not None and is_prior_by_head(prior)
         if prior is not None:
             assert self.grad_column is not None
-            grad_prior = call.new(*prior.shape) if by_head else self.grad_column.sum(2)
+            if by_head:
+                grad_prior = call.new(*prior.shape)
+            elif prior.ndim == 4:
+                grad_prior = self.grad_column.permute(2, 0, 1, 3).contiguous()
+            else:
+                grad_prior = self.grad_column.sum(2)
         if call.shift is None and not by_head:
             return grad_shift, grad_prior
         width = 16 if call.shift is None else call.block_d
