@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument(
         "--tile",
         action="append",
-        help="rows,columns,warps,stages[,registers][,await_products][,direct][,specialised][,ping_pong]; again for more",
+        help="rows,columns,warps,stages[,registers][,await_products][,direct][,specialised][,ping_pong]; or more",
     )
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--processes", type=int, default=8)

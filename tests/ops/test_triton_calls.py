@@ -1,6 +1,7 @@
 """Which fused kernels a call of the library starts, on a machine where none can run: nothing is computed here."""
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -11,24 +12,42 @@ from packed_cases import attend_packed, make_packed
 pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import mgk
-from mgk.ops.triton import call, launch, tuning
+from mgk.ops.triton import call, launch, replay, tuning
 from mgk.ops.triton.inputs import Options, Tensors
 from mgk.ops.triton.kernels import forward
 
 HALF = torch.bfloat16
 
 
+PREFIXES = {"p": torch.Tensor, "d": TensorDescriptor, "stride": int, "num": int, "padded": int}
+
+
+def check_places(kernel, arguments):
+    """Every argument is what the name of its parameter says; what a call does not have is ``None``."""
+    for name, argument in zip(kernel.arg_names, arguments, strict=False):
+        expected = PREFIXES.get(name.split("_")[0])
+        assert expected is None or argument is None or isinstance(argument, expected), f"{name}: {argument!r}"
+        if name in ("scale", "natural_scale", "keep_scale", "keep_probability", "margin", "lowest_sum"):
+            assert isinstance(argument, float), f"{name}: {argument!r}"
+
+
 @pytest.fixture
 def started(monkeypatch):
-    """The names of the kernels that would have been started."""
+    """The names of the kernels that would have been started, each with its arguments in their places."""
     if not isinstance(forward.attention_forward, JITFunction):
         pytest.skip("TRITON_INTERPRET=1: they would run")
     names = []
+
+    def note(kernel, programs, arguments, *_):
+        check_places(kernel, arguments)
+        names.append(kernel.fn.__name__)
+
     monkeypatch.setattr(tuning, "_architecture", lambda index: "sm90")
     monkeypatch.setattr(tuning, "multiprocessors", lambda index: 132)
-    monkeypatch.setattr(launch, "_start", lambda kernel, *args: names.append(kernel.fn.__name__))
+    monkeypatch.setattr(launch, "_start", note)
     monkeypatch.setattr("mgk.ops.triton.unsupported", lambda problem: None)
     monkeypatch.setattr("mgk.ops.attention._HAS_TRITON", True)
     monkeypatch.setattr("mgk.ops.attention.fused", mgk.ops.triton, raising=False)
@@ -77,9 +96,9 @@ LONG_MASK = torch.arange(128).expand(2, -1) < 100
     ],
     ids=str,
 )  # fmt: skip
-def test_wide_heads_have_warps_with_roles(options, started):
+def test_wide_heads_have_specialised_warps(options, started):
     if not tuning.HAS_WARP_SPECIALISATION:
-        pytest.skip("roles are written for another version of Triton")
+        pytest.skip("warp specialisation is written for another version of Triton")
     attend(**{"dim": 128, "queries": 128, **options})
     assert "attention_forward_wide" in started
     assert "attention_forward" not in started
@@ -103,7 +122,7 @@ def test_what_they_cannot_do_is_done_as_ever(options, started):
     assert "attention_forward_wide" not in started
 
 
-def test_a_triton_that_we_have_not_seen_gets_no_roles(started, monkeypatch):
+def test_a_triton_that_we_have_not_seen_specialises_no_warps(started, monkeypatch):
     monkeypatch.setattr(tuning, "HAS_WARP_SPECIALISATION", False)
     attend(**PAIR, dim=128, queries=128)
     assert started == FORWARD
@@ -210,3 +229,44 @@ def test_terms_begin_where_the_copy_engine_can_read_them(assignment):
     copied = [name for name in ("column", "column_second", "unscaled") if lengths[name]]
     assert len(copied) == (3 if assignment == "hard" else 2)
     assert all(offsets[name] * 4 % 16 == 0 for name in copied)
+
+
+MOST_HOPS = 18
+
+
+@pytest.mark.parametrize("preset", ["smgk", "mgk"])
+def test_few_hops_from_the_layer_to_the_launch(preset, started, monkeypatch):
+    """Functions that wait for each other between a layer and the start of a kernel, in eager mode with gradients, when
+    calls are written down. Those of torch count as well."""
+    hops = []
+
+    def count(kernel, *_):
+        frame, path = sys._getframe(), []
+        while frame is not None and path[-1:] != ["MixtureAttention.forward"]:
+            path.append(frame.f_code.co_qualname)
+            frame = frame.f_back
+        assert frame is not None, path
+        hops.append(len(path))
+
+    monkeypatch.setattr(launch, "_start", count)
+    monkeypatch.setattr(replay, "is_possible", lambda device: True)
+    monkeypatch.setattr(replay, "_recordings", {})
+    layer = mgk.build_attention(preset, embed_dim=64, num_heads=2, head_dim=32, backend="triton").to(HALF)
+    layer(torch.zeros(2, 70, 64, dtype=HALF))
+    assert len(hops) == len(FORWARD)
+    assert max(hops) <= MOST_HOPS, hops
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_programs_without_a_gpu(device):
+    """Shapes are inferred where there is no multiprocessor to count."""
+    expected = 2 if tuning.is_interpreted() else 2 * tuning.MULTIPROCESSORS_ELSEWHERE
+    assert tuning.programs(torch.device(device)) == expected
+
+
+def test_programs_are_twice_the_multiprocessors(monkeypatch):
+    if tuning.is_interpreted():
+        pytest.skip("TRITON_INTERPRET=1: there are none")
+    monkeypatch.setattr(tuning, "multiprocessors", lambda index: 100 + index)
+    assert tuning.programs(torch.device("cuda", 8)) == 216
+    assert tuning.programs(torch.device("cuda", 8), waves=4) == 864
