@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from mgk.ops.triton.kernels.hopper.copies import copy_in, copy_out
 from mgk.ops.triton.kernels.tiles import (
     HEAD_NUMBERS,
     VARYING_WITH_WIDTH,
@@ -196,12 +197,12 @@ def _copy(
         mbarrier.expect(s_query_full, TILE_ROWS * D * 2 + TERM_BYTES)
         # Terms of the first block come with the queries, others with the values of the block before.
         if HAS_LEVEL:
-            tma.async_copy_global_to_shared(d_column, [i_kv * M, 0], s_query_full, s_column.index(STAGES))
+            copy_in(d_column, [i_kv * M, 0], s_query_full, s_column.index(STAGES))
         if TWO_SHIFTS:
-            tma.async_copy_global_to_shared(d_other, [i_other, 0], s_query_full, s_other.index(STAGES))
+            copy_in(d_other, [i_other, 0], s_query_full, s_other.index(STAGES))
         for group in gl.static_range(2):
             o_first = i_block * TILE_ROWS + group * GROUP_ROWS
-            tma.async_copy_global_to_shared(
+            copy_in(
                 d_query, [i_batch, i_query_head, o_first, 0], s_query_full, s_query.index(group)
             )
         for i in range(count):
@@ -211,16 +212,16 @@ def _copy(
             mbarrier.wait(s_key_empty.index(stage), was_read)
             key_full = s_key_full.index(stage)
             mbarrier.expect(key_full, BLOCK_J * D * 2)
-            tma.async_copy_global_to_shared(d_key, [i_batch, i_kv_head, o_j, 0], key_full, s_key.index(stage))
+            copy_in(d_key, [i_batch, i_kv_head, o_j, 0], key_full, s_key.index(stage))
             mbarrier.wait(s_value_empty.index(stage), was_read)
             value_full = s_value_full.index(stage)
             mbarrier.expect(value_full, BLOCK_J * DV * 2 + TERM_BYTES)
             # Terms of the next block: they are read before these values are done with.
             if HAS_LEVEL:
-                tma.async_copy_global_to_shared(d_column, [i_kv * M, o_j + BLOCK_J], value_full, s_column.index(stage))
+                copy_in(d_column, [i_kv * M, o_j + BLOCK_J], value_full, s_column.index(stage))
             if TWO_SHIFTS:
-                tma.async_copy_global_to_shared(d_other, [i_other, o_j + BLOCK_J], value_full, s_other.index(stage))
-            tma.async_copy_global_to_shared(d_value, [i_batch, i_kv_head, o_j, 0], value_full, s_value.index(stage))
+                copy_in(d_other, [i_other, o_j + BLOCK_J], value_full, s_other.index(stage))
+            copy_in(d_value, [i_batch, i_kv_head, o_j, 0], value_full, s_value.index(stage))
             num_copied += 1
 
 
@@ -343,7 +344,7 @@ def _attend(
         tma.store_wait(0)
         s_out.index(GROUP).reshape([GROUP_ROWS, DV]).store(b_out)
         fence_async_shared()
-        tma.async_copy_shared_to_global(d_out, [i_batch, i_query_head, o_first, 0], s_out.index(GROUP))
+        copy_out(d_out, [i_batch, i_query_head, o_first, 0], s_out.index(GROUP))
     tma.store_wait(0)
 
 
