@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from mgk.ops.triton.kernels.hopper.copies import copy_in
 from mgk.ops.triton.kernels.hopper.tile_scheduler import TILE_ROWS, count_tiles, find_tile
 
 GROUP_ROWS = gl.constexpr(64)
@@ -126,10 +127,8 @@ def copy_tiles(d, buffers, barriers, sizes, form: gl.constexpr):
         _copy_terms(d, buffers, barriers.query_full, i_kv, i_other, 0, form.STAGES, form)
         for group in gl.static_range(2):
             o_first = tile.i_block * TILE_ROWS + group * GROUP_ROWS
-            tma.async_copy_global_to_shared(
-                d.d_query, [tile.i_batch, tile.i_query_head, o_first, 0], barriers.query_full,
-                buffers.s_query.index(group),
-            )  # fmt: skip
+            place_of_queries = [tile.i_batch, tile.i_query_head, o_first, 0]
+            copy_in(d.d_query, place_of_queries, barriers.query_full, buffers.s_query.index(group))
         for i in range(tile.count):
             stage = num_copied % form.STAGES
             was_read = ((num_copied // form.STAGES) & 1) ^ 1
@@ -138,13 +137,13 @@ def copy_tiles(d, buffers, barriers, sizes, form: gl.constexpr):
             mbarrier.wait(barriers.key_empty.index(stage), was_read)
             key_full = barriers.key_full.index(stage)
             mbarrier.expect(key_full, BLOCK_J * form.D * 2)
-            tma.async_copy_global_to_shared(d.d_key, place_of_block, key_full, buffers.s_key.index(stage))
+            copy_in(d.d_key, place_of_block, key_full, buffers.s_key.index(stage))
             mbarrier.wait(barriers.value_empty.index(stage), was_read)
             value_full = barriers.value_full.index(stage)
             mbarrier.expect(value_full, BLOCK_J * form.DV * 2 + TERM_BYTES)
             # The terms of the next block are read before these values are done with.
             _copy_terms(d, buffers, value_full, i_kv, i_other, o_j + BLOCK_J, stage, form)
-            tma.async_copy_global_to_shared(d.d_value, place_of_block, value_full, buffers.s_value.index(stage))
+            copy_in(d.d_value, place_of_block, value_full, buffers.s_value.index(stage))
             num_copied += 1
 
 
@@ -153,6 +152,6 @@ def _copy_terms(d, buffers, full, i_kv, i_other, o_j, stage, form: gl.constexpr)
     """Copy the terms of the columns from ``o_j`` on."""
     if form.HAS_LEVEL:
         i_column = i_kv * 2 if form.TWO_SHIFTS else i_kv
-        tma.async_copy_global_to_shared(d.d_column, [i_column, o_j], full, buffers.s_column.index(stage))
+        copy_in(d.d_column, [i_column, o_j], full, buffers.s_column.index(stage))
     if form.TWO_SHIFTS:
-        tma.async_copy_global_to_shared(d.d_other, [i_other, o_j], full, buffers.s_other.index(stage))
+        copy_in(d.d_other, [i_other, o_j], full, buffers.s_other.index(stage))

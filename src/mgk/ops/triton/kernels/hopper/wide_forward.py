@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from mgk.ops.triton.kernels.hopper.copies import copy_out
 from mgk.ops.triton.kernels.hopper.pipeline import (
     GROUP_ROWS,
     Descriptors,
@@ -282,7 +283,7 @@ def _store_tile(
     s_out.reshape([GROUP_ROWS, form.DV]).store(b_out)
     fence_async_shared()
     o_first = tile.i_block * TILE_ROWS + GROUP * GROUP_ROWS
-    tma.async_copy_shared_to_global(d.d_out, [tile.i_batch, tile.i_query_head, o_first, 0], s_out)
+    copy_out(d.d_out, [tile.i_batch, tile.i_query_head, o_first, 0], s_out)
 
 
 @gluon.jit
