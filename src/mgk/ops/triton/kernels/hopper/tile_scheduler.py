@@ -7,7 +7,7 @@ programs then have as much to do. Heads come in sections whose keys and values s
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -18,29 +18,29 @@ TILE_ROWS = gl.constexpr(128)
 class Sizes(NamedTuple):
     """How much there is to do."""
 
-    num_heads: Any
-    group_size: Any  # query heads for each key/value head
-    num_queries: Any
-    num_keys: Any
-    padded_queries: Any
-    num_tiles: Any  # num_rows * num_blocks
-    num_rows: Any  # heads of all samples
-    num_blocks: Any  # tiles of a head
-    section: Any  # heads that are worked on at a time
-    width: Any  # numbers of a shift in memory, of which a block has D
+    num_heads: gl.tensor
+    group_size: gl.tensor  # query heads for each key/value head
+    num_queries: gl.tensor
+    num_keys: gl.tensor
+    padded_queries: gl.tensor
+    num_tiles: gl.tensor  # num_rows * num_blocks
+    num_rows: gl.tensor  # heads of all samples
+    num_blocks: gl.tensor  # tiles of a head
+    section: gl.tensor  # heads that are worked on at a time
+    width: gl.tensor  # numbers of a shift in memory, of which a block has D
 
 
 class Tile(NamedTuple):
     """128 queries of a head, and the blocks of keys that they see."""
 
-    i_batch: Any
-    i_query_head: Any
-    i_kv_head: Any
-    i_head: Any  # the query head, counted through all samples
-    i_kv: Any  # the key/value head, likewise
-    i_block: Any
-    full: Any  # of the first so many blocks every query sees every key
-    count: Any  # of so many some query sees some key
+    i_batch: gl.tensor
+    i_query_head: gl.tensor
+    i_kv_head: gl.tensor
+    i_head: gl.tensor  # the query head, counted through all samples
+    i_kv: gl.tensor  # the key/value head, likewise
+    i_block: gl.tensor
+    full: gl.tensor  # of the first so many blocks every query sees every key
+    count: gl.tensor  # of so many some query sees some key
 
 
 @gluon.jit
