@@ -12,21 +12,30 @@ from mgk.ops.triton import tuning
 if not tuning.HAS_WARP_SPECIALISATION:
     pytest.skip("roles are written for another version of Triton", allow_module_level=True)
 
-from mgk.ops.triton.kernels.hopper import wide_forward
+from mgk.ops.triton.kernels.hopper import tile_scheduler
 
 
 def tiles_of(monkeypatch, rows, blocks, section, programs, is_causal=True, earlier=0):
     """Rows and blocks of the tiles of each program, in order, as the kernel for wide heads would find them. There are
     so many ``earlier`` blocks of keys."""
     found = []
-    numbers = {"where": lambda condition, first, second: first if condition else second, "minimum": min}
-    monkeypatch.setattr(wide_forward, "TILE_ROWS", 128)
+    numbers = {
+        "where": lambda condition, first, second: first if condition else second,
+        "minimum": min,
+        "cast": lambda number, _: number,
+        "int64": int,
+    }
+    monkeypatch.setattr(tile_scheduler, "TILE_ROWS", 128)
     for program in range(programs):
         known = {"program_id": lambda axis, program=program: program, "num_programs": lambda axis: programs}
-        monkeypatch.setattr(wide_forward, "gl", SimpleNamespace(**numbers, **known))
-        sizes = (rows * blocks, rows, 1, 128 * blocks, 128 * (blocks + earlier), rows, blocks, section, is_causal, 128)
-        own = range(wide_forward._count_tiles.fn(rows * blocks, is_causal))
-        found.append([wide_forward._find_tile.fn(i_own, *sizes) for i_own in own])
+        monkeypatch.setattr(tile_scheduler, "gl", SimpleNamespace(**numbers, **known))
+        sizes = tile_scheduler.Sizes(
+            num_heads=rows, group_size=1, num_queries=128 * blocks, num_keys=128 * (blocks + earlier),
+            padded_queries=128 * blocks, num_tiles=rows * blocks, num_rows=rows, num_blocks=blocks, section=section,
+            width=128,
+        )  # fmt: skip
+        own = range(tile_scheduler.count_tiles.fn(rows * blocks, is_causal))
+        found.append([tile_scheduler.find_tile.fn(i_own, sizes, is_causal, 128) for i_own in own])
     return found
 
 
@@ -35,16 +44,16 @@ def tiles_of(monkeypatch, rows, blocks, section, programs, is_causal=True, earli
 @pytest.mark.parametrize(("rows", "blocks"), [(64, 32), (7, 9), (21, 9), (5, 3), (1, 1), (2, 512), (1, 133), (3, 88)])
 def test_every_tile_of_wide_heads_has_one_program(rows, blocks, section, is_causal, earlier, monkeypatch):
     found = tiles_of(monkeypatch, rows, blocks, section, min(132, rows * blocks), is_causal, earlier)
-    places = [(head, block) for tiles in found for _, head, _, block, _, _ in tiles]
+    places = [(tile.i_head, tile.i_block) for tiles in found for tile in tiles]
     assert sorted(places) == [(head, block) for head in range(rows) for block in range(blocks)]
-    for _, _, _, block, full, count in itertools.chain(*found):
-        seen = block + earlier if is_causal else blocks + earlier
-        assert (full, count) == (seen, seen + is_causal)
+    for tile in itertools.chain(*found):
+        seen = tile.i_block + earlier if is_causal else blocks + earlier
+        assert (tile.full, tile.count) == (seen, seen + is_causal)
 
 
 @pytest.mark.parametrize(("rows", "blocks", "section"), [(64, 32, 16), (64, 32, 64), (2, 512, 1), (32, 128, 4)])
 def test_programs_of_wide_heads_have_as_much_to_do(rows, blocks, section, monkeypatch):
     """Under causality: at most a pair of tiles more than the mean."""
     found = tiles_of(monkeypatch, rows, blocks, section, 132)
-    work = [sum(count for *_, count in tiles) for tiles in found]
+    work = [sum(tile.count for tile in tiles) for tiles in found]
     assert max(work) <= sum(work) / 132 + blocks + 1

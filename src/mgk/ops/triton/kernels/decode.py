@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.kernels.tiles import VARYING
+from mgk.ops.triton.kernels.former_tiles import VARYING
 
 DECODE_VARYING = [*VARYING, "keys_per_split", "num_splits", "stride_key_component", "stride_mask_key"]
 

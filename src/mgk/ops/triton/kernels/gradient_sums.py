@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.kernels.tiles import HEAD_NUMBERS, VARYING, load_rows, place
+from mgk.ops.triton.kernels.former_tiles import HEAD_NUMBERS, VARYING, load_rows, place
 
 HIGHEST_REFERENCE = tl.constexpr(2.0**28)
 

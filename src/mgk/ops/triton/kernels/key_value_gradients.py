@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.kernels.tiles import (
+from mgk.ops.triton.kernels.former_tiles import (
     HEAD_NUMBERS,
     VARYING_WITH_WIDTH,
     column_randoms,

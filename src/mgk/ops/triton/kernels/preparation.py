@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.kernels.tiles import HEAD_NUMBERS, VARYING, finite, load_rows, mark_unfactored, place, safe_ratio
+from mgk.ops.triton.kernels.former_tiles import HEAD_NUMBERS, VARYING, finite, load_rows, mark_unfactored, place, safe_ratio
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=HEAD_NUMBERS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.kernels.tiles import VARYING_WITH_WIDTH, component_bias, is_visible, load_tile, visible_keys
+from mgk.ops.triton.kernels.former_tiles import VARYING_WITH_WIDTH, component_bias, is_visible, load_tile, visible_keys
 
 
 @triton.jit(do_not_specialize=VARYING_WITH_WIDTH)

@@ -1,0 +1,142 @@
+"""The kernel that attends again, exactly, to rows for which the forward kernel's fixed reference was not safe.
+
+It is online softmax, with one exponential for each component (hard: for the best one)::
+
+    maximum' = max(maximum, max_j logit[j]),    decay = 2^(maximum - maximum')
+    sum'     = decay sum + sum_j 2^(logit[j] - maximum'),    out' = decay out + sum_j 2^(logit[j] - maximum') v_j
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mgk.ops.triton.kernels.dropout import Dropout, rows_unless_dropped
+from mgk.ops.triton.kernels.heads import query_head
+from mgk.ops.triton.kernels.terms import Terms, component_logit, place
+from mgk.ops.triton.kernels.tiles import HEAD_NUMBERS, VARYING_WITH_WIDTH, Case, Tokens, load_tokens
+from mgk.ops.triton.kernels.visibility import Sequences, Visibility, is_visible, visible_keys
+
+MOST_ROWS_TOGETHER = tl.constexpr(1024)
+"""Rows that a program looks at before it ends."""
+
+
+@triton.jit(do_not_specialize=VARYING_WITH_WIDTH, do_not_specialize_on_alignment=HEAD_NUMBERS)
+def attention_repair(
+    # tokens and terms of the logits
+    p_query, p_key, p_value, p_out, p_row, p_column, p_level, p_inverse_variance, p_normaliser,
+    # visibility and dropout
+    p_mask, p_key_range, p_query_range, p_spans, p_row_random, p_column_random,
+    # strides
+    stride_query_batch, stride_query_head, stride_query_token, stride_key_batch, stride_key_head, stride_key_token,
+    stride_value_batch, stride_value_head, stride_value_token, stride_out_batch, stride_out_head, stride_out_token,
+    stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column, rows_per_span,
+    # numbers
+    scale, threshold, keep_scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys,
+    num_blocks, blocks_together, width, value_width,
+    # constants
+    M: tl.constexpr, SHARED_KEY: tl.constexpr, HARD: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr,
+    ONE_VARIANCE: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr,
+    PACKED: tl.constexpr, HAS_LEVEL: tl.constexpr, DROPOUT: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """Attend again, exactly, for the rows whose normaliser is NaN. Most programs find none and end: each looks at some
+    blocks together, since to start a program takes longer than that."""
+    case: tl.constexpr = Case(M, SHARED_KEY, HARD, INPUT_PRECISION, BLOCK_I, BLOCK_J, D, DV)
+    num_programs = (num_blocks + blocks_together - 1) // blocks_together
+    i_first = tl.program_id(0) % num_programs * blocks_together
+    i_head = tl.program_id(0) // num_programs
+    p_normaliser += i_head.to(tl.int64) * num_queries
+    o_all = tl.arange(0, MOST_ROWS_TOGETHER)
+    m_all = (o_all < blocks_together * BLOCK_I) & (i_first * BLOCK_I + o_all < num_queries)
+    b_all = tl.load(p_normaliser + i_first * BLOCK_I + o_all, mask=m_all, other=0.0)
+    if tl.max((b_all != b_all).to(tl.int32), 0) == 0:
+        return
+    for i_block in range(i_first, tl.minimum(i_first + blocks_together, num_blocks)):
+        o_first = i_block * BLOCK_I
+        o_i = o_first + tl.arange(0, BLOCK_I)
+        b_normaliser = tl.load(p_normaliser + o_i, mask=o_i < num_queries, other=0.0)
+        m_unsafe = b_normaliser != b_normaliser
+        if tl.max(m_unsafe.to(tl.int32), 0) != 0:
+            head = query_head(i_head, num_heads, group_size)
+            i_batch, i_query_head, i_kv_head, _, i_kv = head
+            terms = Terms(
+                p_row=p_row + i_head.to(tl.int64) * M * padded_queries if HAS_ROW else None,
+                p_column=p_column + i_kv.to(tl.int64) * M * padded_keys if HAS_COLUMN else None,
+                p_inverse_variance=None if ONE_VARIANCE else p_inverse_variance + i_kv_head * M,
+                scale=scale, padded_queries=padded_queries, padded_keys=padded_keys,
+            )  # fmt: skip
+            p_own_mask = p_mask
+            if HAS_MASK:
+                p_own_mask += i_batch.to(tl.int64) * stride_mask_batch + i_query_head.to(tl.int64) * stride_mask_head
+            sequences = Sequences(num_queries, num_keys, p_key_range, p_query_range, p_spans, rows_per_span)
+            span = visible_keys(sequences, i_batch, o_first, CAUSAL, BLOCK_I, BLOCK_J)
+            visibility = Visibility(
+                num_queries, num_keys, span.causal_offset, p_own_mask, stride_mask_row, stride_mask_column
+            )
+            queries = Tokens(p_query, stride_query_batch, stride_query_head, stride_query_token, num_queries, width)
+            keys = Tokens(p_key, stride_key_batch, stride_key_head, stride_key_token, num_keys, width)
+            values = Tokens(p_value, stride_value_batch, stride_value_head, stride_value_token, num_keys, value_width)
+            b_query = load_tokens(queries, i_batch, i_query_head, o_first, BLOCK_I, D)
+            dropout = None
+            if DROPOUT:
+                b_row_random = tl.load(p_row_random + i_head.to(tl.int64) * padded_queries + place(o_i))
+                dropout = Dropout(b_row_random, p_column_random + i_kv.to(tl.int64) * (padded_keys // 2), threshold)
+            b_out = tl.zeros([BLOCK_I, DV], tl.float32)
+            b_sum = tl.zeros([BLOCK_I], tl.float32)
+            b_maximum = tl.full([BLOCK_I], float("-inf"), tl.float32)
+            for o_j in tl.range(span.first, span.end, BLOCK_J):
+                b_out, b_sum, b_maximum = _attend_exactly(
+                    b_out, b_sum, b_maximum, b_query, o_i, head, keys, values, terms, visibility, dropout, o_j, CAUSAL,
+                    case,
+                )  # fmt: skip
+            b_exact = b_maximum + tl.math.log2(b_sum)
+            if HAS_LEVEL:
+                b_exact += tl.load(p_level + i_kv)
+            b_exact *= 0.6931471805599453
+            b_exact = tl.where(b_sum == 0.0, float("-inf"), b_exact)
+            m_write = (o_i < num_queries) & m_unsafe
+            tl.store(p_normaliser + o_i, b_exact, mask=m_write)
+            b_out = b_out * (keep_scale / tl.where(b_sum == 0.0, 1.0, b_sum))[:, None]
+            o_d = tl.arange(0, DV)
+            p_own = p_out + i_batch.to(tl.int64) * stride_out_batch + i_query_head.to(tl.int64) * stride_out_head
+            p_own += o_i.to(tl.int64)[:, None] * stride_out_token + o_d[None, :]
+            tl.store(p_own, b_out.to(b_query.dtype), mask=m_write[:, None] & (o_d < value_width)[None, :])
+
+
+@triton.jit
+def _attend_exactly(
+    b_out, b_sum, b_maximum, b_query, o_i, head, keys, values, terms, visibility, dropout, o_j,
+    CAUSAL: tl.constexpr, case: tl.constexpr,
+):  # fmt: skip
+    """Add one block of keys with online softmax, one component after the other (hard: the best one alone)."""
+    o_columns = o_j + tl.arange(0, case.BLOCK_J)
+    b_zero = tl.zeros([case.BLOCK_I], tl.float32)
+    b_value = load_tokens(values, head.i_batch, head.i_kv_head, o_j, case.BLOCK_J, case.DV)  # [BLOCK_J, DV]
+    m_seen = is_visible(o_i[:, None], o_columns[None, :], visibility, CAUSAL)
+    b_best = tl.full([case.BLOCK_I, case.BLOCK_J], float("-inf"), tl.float32)
+    b_product = b_best
+    for r in tl.static_range(case.M):
+        if r == 0 or not case.SHARED_KEY:
+            i_key_head = head.i_kv_head if case.SHARED_KEY else head.i_kv_head * case.M + r
+            b_key = load_tokens(keys, head.i_batch, i_key_head, o_j, case.BLOCK_J, case.D)  # [BLOCK_J, D]
+            b_product = tl.dot(b_query, b_key.T, input_precision=case.INPUT_PRECISION)
+        b_logit = component_logit(b_product, terms, r, o_i, o_j, b_zero)
+        b_logit = tl.where(m_seen, b_logit, float("-inf"))
+        if case.HARD:
+            b_best = tl.maximum(b_best, b_logit)
+            b_logit = b_best
+        if not case.HARD or r == case.M - 1:
+            b_new = tl.maximum(b_maximum, tl.max(b_logit, 1))
+            # Nothing seen so far: any finite stand-in keeps exp(-inf - stand-in) = 0.
+            b_stand_in = tl.where(b_new == float("-inf"), 0.0, b_new)
+            b_weight = tl.math.exp2(b_logit - b_stand_in[:, None])
+            b_decay = tl.math.exp2(b_maximum - b_stand_in)
+            b_sum = b_sum * b_decay + tl.sum(b_weight, 1)
+            if dropout is not None:
+                b_weight = rows_unless_dropped(b_weight, dropout, o_j, False)
+            b_out = tl.dot(
+                b_weight.to(b_value.dtype), b_value, b_out * b_decay[:, None], input_precision=case.INPUT_PRECISION
+            )
+            b_maximum = b_new
+    return b_out, b_sum, b_maximum
