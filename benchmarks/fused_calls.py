@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
-from torch import Tensor
 
 from mgk.benchmark.inputs import draw
 from mgk.benchmark.shape import Shape
 from mgk.ops.triton import passes
+from mgk.ops.triton.inputs import Options, Tensors
 
 
 def passes_of(
@@ -24,26 +24,12 @@ def passes_of(
     key = drawn.key if drawn.key.ndim == 5 else drawn.key[:, :, None]
     prior = drawn.log_prior[..., None] if drawn.log_prior is not None and drawn.num_components > 1 else None
     seed = torch.zeros(1, dtype=torch.int64, device=device) if dropout_p else None
-    tensors: tuple[Any, ...] = (
-        drawn.query,
-        key,
-        drawn.value,
-        drawn.shift,
-        prior,
-        None,
-        None,
-        None,
-        None,
-        seed,
-        None,
-        None,
-    )
+    tensors = Tensors(drawn.query, key, drawn.value, drawn.shift, prior, seed=seed)
     is_gaussian, is_hard = drawn.similarity == "gaussian", drawn.assignment == "hard"
-    options: tuple[Any, ...] = (shape.head_dim**-0.5, is_gaussian, shape.is_causal, is_hard, dropout_p)
-
-    def forward() -> tuple[Tensor, Tensor, Tensor]:
-        return passes.forward_pass(*tensors, *options)
-
-    results = forward()
-    grad = torch.randn_like(results[0])
-    return forward, lambda: passes.backward_pass(grad, None, *results, *tensors, *options)
+    options = Options(shape.head_dim**-0.5, is_gaussian, shape.is_causal, is_hard, dropout_p)
+    results = passes.forward_pass(tensors, options)
+    grad = torch.randn_like(results.out)
+    return (
+        partial(passes.forward_pass, tensors, options),
+        partial(passes.backward_pass, grad, None, results, tensors, options),
+    )

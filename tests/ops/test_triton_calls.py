@@ -14,6 +14,7 @@ from triton.runtime.jit import JITFunction
 
 import mgk
 from mgk.ops.triton import call, launch, tuning
+from mgk.ops.triton.inputs import Options, Tensors
 from mgk.ops.triton.kernels import forward
 
 HALF = torch.bfloat16
@@ -203,10 +204,9 @@ def test_terms_begin_where_the_copy_engine_can_read_them(assignment):
         kind="shifted", assignment=assignment, dtype=HALF, device="cpu", batch=3, heads=7, queries=70, dim=128
     )
     key = inputs["key"][:, :, None]
-    sizes = call.TermsLayout(
-        inputs["query"], key, inputs["shift"], None, None, None, True, assignment == "hard"
-    ).sizes()  # fmt: skip
-    offsets = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
-    copied = [name for name in ("column", "column_second", "unscaled") if sizes[name]]
+    tensors = Tensors(inputs["query"], key, inputs["value"], inputs["shift"])
+    lengths = call.TermsLayout(tensors, Options(0.1, True, hard=assignment == "hard")).lengths()._asdict()
+    offsets = dict(zip(lengths, itertools.accumulate(lengths.values(), initial=0), strict=False))
+    copied = [name for name in ("column", "column_second", "unscaled") if lengths[name]]
     assert len(copied) == (3 if assignment == "hard" else 2)
     assert all(offsets[name] * 4 % 16 == 0 for name in copied)

@@ -28,7 +28,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from mgk.ops.triton import call as prepared
-from mgk.ops.triton import generation, launch, linear_operator, operator, passes, tuning
+from mgk.ops.triton import generation, launch, linear_operator, passes, tuning
+from mgk.ops.triton.inputs import Options, Tensors
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {
@@ -96,29 +97,19 @@ def call(configuration):
     dropout = configuration.get("dropout_p", 0.0)
     seed = torch.zeros(1, dtype=torch.int64) if dropout else None
     spans = torch.zeros(1, 3, dtype=torch.int32) if masks == "packed" else None
-    tensors = (
-        query,
-        key,
-        value,
-        inputs.get("shift"),
-        prior,
-        inverse_variance,
-        attn_mask,
-        key_mask,
-        query_mask,
-        seed,
+    tensors = Tensors(
+        query, key, value, inputs.get("shift"), prior, inverse_variance, attn_mask, key_mask, query_mask, seed, spans,
         spans,
-        spans,
-    )
-    options = (
+    )  # fmt: skip
+    options = Options(
         0.3, configuration["similarity"] == "gaussian", configuration["is_causal"],
         configuration["assignment"] == "hard", dropout,
     )  # fmt: skip
-    results = passes.forward_pass(*tensors, *options)
-    passes.backward_pass(torch.empty_like(results[0]), None, *results, *tensors, *options)
-    operator.fused_responsibilities(query, key, *tensors[3:9], spans, *options[:3])
+    results = passes.forward_pass(tensors, options)
+    passes.backward_pass(torch.empty_like(results.out), None, results, tensors, options)
+    passes.responsibility_pass(tensors._replace(seed=None), options._replace(hard=False, dropout_p=0.0))
     if query.dtype != torch.float32 and masks in ("none", "padding"):
-        generation.run(query[:, :, :3], *tensors[1:6], key_mask, *options[:4])
+        generation.run(tensors._replace(query=query[:, :, :3], query_mask=None), options)
 
 
 def in_half_precision(preset, width=64):

@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mgk.ops.triton import call, launch, operator, passes, replay, tuning
+from mgk.ops.triton.inputs import Options, Tensors
 
 
 class Compiled:
@@ -61,7 +62,6 @@ KINDS = {
     "mgk3": {"kind": "projected", "components": 3},
 }
 every_kind = pytest.mark.parametrize("kind", list(KINDS))
-OPTIONS = (0.3, True, True, False, 0.0)
 
 
 def make(kind, queries=70, dim=32, **changes):
@@ -71,34 +71,30 @@ def make(kind, queries=70, dim=32, **changes):
     )
     key = inputs["key"] if inputs["key"].ndim == 5 else inputs["key"][:, :, None]
     prior = inputs.get("log_prior")
-    tensors = (inputs["query"], key, inputs["value"], inputs.get("shift"), None if prior is None else prior[..., None])
-    options = (0.3, inputs.get("similarity") != "dot", True, inputs.get("assignment") == "hard", 0.0)
-    return tensors, options
+    prior = None if prior is None else prior[..., None]
+    tensors = Tensors(inputs["query"], key, inputs["value"], inputs.get("shift"), prior)
+    return tensors, Options(0.3, inputs.get("similarity") != "dot", True, inputs.get("assignment") == "hard")
 
 
-NOTHING = (None,) * 7
-"""In place of variances, masks, a seed and spans."""
+def forward(tensors, options, run=operator.run_forward):
+    return run(tensors, options)
 
 
-def forward(tensors, options, run=operator.run_forward, others=NOTHING):
-    return run(*tensors, *others, *options)
-
-
-def backward(results, tensors, options, grad, run=operator.run_backward, others=NOTHING):
-    return run(grad, None, *results, *tensors, *others, *options)
+def backward(results, tensors, options, grad, run=operator.run_backward):
+    return run(grad, None, results, tensors, options)
 
 
 def one_mask():
     mask = torch.arange(70).expand(2, -1) < torch.tensor([[70], [31]])
-    return (None, None, mask, mask, None, None, None)
+    return {"key_mask": mask, "query_mask": mask}
 
 
 def two_masks_and_dropout():
     mask = torch.arange(70).expand(2, -1) < torch.tensor([[70], [31]])
-    return (None, None, mask, mask.clone(), torch.randint(2**62, (1,)), None, None)
+    return {"key_mask": mask, "query_mask": mask.clone(), "seed": torch.randint(2**62, (1,))}
 
 
-OTHERS = {"nothing": lambda: NOTHING, "one mask": one_mask, "two masks and dropout": two_masks_and_dropout}
+OTHERS = {"nothing": dict, "one mask": one_mask, "two masks and dropout": two_masks_and_dropout}
 
 
 def in_names(starts, known):
@@ -125,14 +121,10 @@ def in_names(starts, known):
     return [(kernel, programs, [name(argument) for argument in arguments]) for kernel, programs, arguments in starts]
 
 
-def named(tensors, names):
-    return {name: tensor for name, tensor in zip(names, tensors, strict=True) if tensor is not None and tensor.numel()}
-
-
-INPUTS = ("query", "key", "value", "shift", "log_prior")
-BESIDE = ("variance", "attn_mask", "key_mask", "query_mask", "seed", "query_spans", "key_spans")
-OUTPUTS = ("out", "normaliser", "terms")
-GRADIENTS = ("grad_query", "grad_key", "grad_value", "grad_shift", "grad_prior", "grad_inverse_variance")
+def named(tensors, prefix=""):
+    """By the names of their fields."""
+    found = tensors._asdict()
+    return {prefix + name: tensor for name, tensor in found.items() if tensor is not None and tensor.numel()}
 
 
 def with_tensors(starts, held):
@@ -176,35 +168,32 @@ def held(monkeypatch):
 def test_replayed_is_anew(kind, beside, dim, log, held):
     """Forward and backward, on other tensors than those that were recorded. Wide heads have descriptors of terms."""
     first, options = make(kind, dim=dim)
-    options = (*options[:4], 0.1 if "dropout" in beside else 0.0)
+    options = options._replace(dropout_p=0.1 if "dropout" in beside else 0.0)
     grad = torch.randn(2, 4, 70, dim).to(torch.bfloat16)
-    others = OTHERS[beside]()
-    backward(forward(first, options, others=others), first, options, grad, others=others)
+    first = first._replace(**OTHERS[beside]())
+    backward(forward(first, options), first, options, grad)
     assert [recording is not None for recording in replay._recordings.values()] == [True, True]
 
-    second, _ = make(kind, dim=dim)
+    second = make(kind, dim=dim)[0]._replace(**OTHERS[beside]())
     grad = torch.randn(2, 4, 70, dim).to(torch.bfloat16)
-    others = OTHERS[beside]()
-    given = [tensor for tensor in (*second, *others) if tensor is not None]
-    inputs = named((*second, *others), (*INPUTS, *BESIDE))
+    given, inputs = [tensor for tensor in second if tensor is not None], named(second)
     log.clear()
-    results = forward(second, options, others=others)
+    results = forward(second, options)
     replayed = with_tensors(log, [*held, *given])
-    known = inputs | named(results, OUTPUTS)
+    known = inputs | named(results)
     again = in_names(replayed, known)
     log.clear()
-    anew_results = forward(second, options, passes.forward_pass, others)
-    assert again == in_names(log, inputs | named(anew_results, OUTPUTS))
+    anew_results = forward(second, options, passes.forward_pass)
+    assert again == in_names(log, inputs | named(anew_results))
     assert len(log) == {"nothing": 3, "one mask": 4, "two masks and dropout": 5}[beside]
 
     log.clear()
-    gradients = backward(results, second, options, grad, others=others)
-    known = known | {"grad": grad} | named(gradients, GRADIENTS)
-    again = in_names(with_tensors(log, [*held, grad, *given]), known)
+    gradients = backward(results, second, options, grad)
+    known = known | {"grad": grad}
+    again = in_names(with_tensors(log, [*held, grad, *given]), known | named(gradients, "grad_"))
     log.clear()
-    anew = backward(results, second, options, grad, passes.backward_pass, others)
-    known = {name: tensor for name, tensor in known.items() if not name.startswith("grad_")} | named(anew, GRADIENTS)
-    assert again == in_names(log, known)
+    anew = backward(results, second, options, grad, passes.backward_pass)
+    assert again == in_names(log, known | named(anew, "grad_"))
     for got, expected in zip((*results, *gradients), (*anew_results, *anew), strict=True):
         assert (got.shape, got.stride(), got.dtype) == (expected.shape, expected.stride(), expected.dtype)
 
@@ -212,9 +201,9 @@ def test_replayed_is_anew(kind, beside, dim, log, held):
 def test_one_mask_for_both_is_not_two(log):
     """Each is recorded for itself: the addresses of one stand where those of two would."""
     tensors, options = make("mgk")
-    one = one_mask()
-    forward(tensors, options, others=one)
-    forward(tensors, options, others=(*one[:3], one[3].clone(), *one[4:]))
+    tensors = tensors._replace(**one_mask())
+    forward(tensors, options)
+    forward(tensors._replace(query_mask=tensors.query_mask.clone()), options)
     assert len(replay._recordings) == 2
 
 
@@ -222,16 +211,15 @@ def test_a_mask_that_must_be_copied_is_not_recorded(log):
     tensors, options = make("mgk")
     mask = torch.ones(70, 2, dtype=torch.bool).T
     for _ in range(2):
-        forward(tensors, options, others=(None, None, mask, None, None, None, None))
+        forward(tensors._replace(key_mask=mask), options)
     assert list(replay._recordings.values()) == [None]
 
 
-def test_the_flag_of_wide_heads_is_cleared(log):
+def test_the_flag_of_unfactored_heads_is_cleared(log):
     tensors, options = make("smgk")
     forward(tensors, options)
-    layout = call.TermsLayout(*tensors[:2], *tensors[3:], None, None, True, False)
-    sizes = layout.sizes()
-    at = sum(sizes[name] for name in ("row", "row_second", "column", "column_second", "origin"))
+    lengths = call.TermsLayout(tensors, options).lengths()
+    at = lengths.row + lengths.row_second + lengths.column + lengths.column_second + lengths.origin
     poisoned = torch.empty_strided
 
     def full_of_ones(*args, **kwargs):
@@ -239,10 +227,10 @@ def test_the_flag_of_wide_heads_is_cleared(log):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty_strided", full_of_ones)
-        terms = forward(tensors, options)[2]
-    assert (terms[at : at + sizes["unfactored"]] == 0).all()
+        terms = forward(tensors, options).terms
+    assert (terms[at : at + lengths.unfactored] == 0).all()
     assert (terms[:at] == 1).all()
-    assert (terms[at + sizes["unfactored"] :] == 1).all()
+    assert (terms[at + lengths.unfactored :] == 1).all()
 
 
 CHANGES = {
@@ -263,21 +251,19 @@ def test_another_signature_is_another_recording(change, log):
 def test_another_layout_is_another_recording(log):
     tensors, options = make("mgk")
     forward(tensors, options)
-    by_token = tensors[0].transpose(1, 2).contiguous().transpose(1, 2)
-    forward((by_token, *tensors[1:]), options)
+    by_token = tensors.query.transpose(1, 2).contiguous().transpose(1, 2)
+    forward(tensors._replace(query=by_token), options)
     assert len(replay._recordings) == 2
 
 
-@pytest.mark.parametrize("other", ["variance", "attn_mask", "query_spans", "key_spans"])
+@pytest.mark.parametrize("other", ["inverse_variance", "attn_mask", "query_spans", "key_spans"])
 def test_what_hardly_comes_again_is_thought_through(other, log):
     """And what needs more than kernels."""
     tensors, options = make("mgk")
-    others = [None] * 7
-    others[BESIDE.index(other)] = torch.ones(1)
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operator, "forward_pass", lambda *inputs: seen.append(inputs))
-        operator.run_forward(*tensors, *others, *options)
+        operator.run_forward(tensors._replace(**{other: torch.ones(1)}), options)
     assert len(seen) == 1
     assert not replay._recordings
 
@@ -285,29 +271,27 @@ def test_what_hardly_comes_again_is_thought_through(other, log):
 @pytest.mark.parametrize("change", ["width", "shift", "alignment"])
 def test_what_must_be_copied_is_not_recorded(change, log):
     tensors, options = make("smgk", dim=13 if change == "width" else 32)
-    query, key, value, shift, prior = tensors
     if change == "shift":
-        shift = shift.double()
+        tensors = tensors._replace(shift=tensors.shift.double())
     elif change == "alignment":
-        room = torch.zeros(query.numel() + 1, dtype=query.dtype)
-        query = room[1:].view_as(query)
-    tensors = (query, key, value, shift, prior)
+        room = torch.zeros(tensors.query.numel() + 1, dtype=tensors.query.dtype)
+        tensors = tensors._replace(query=room[1:].view_as(tensors.query))
     for _ in range(2):
         forward(tensors, options)
     assert list(replay._recordings.values()) == [None]
 
 
 def test_one_tensor_in_two_roles_is_not_recorded(log):
-    (query, key, _, shift, prior), options = make("smgk")
+    tensors, options = make("smgk")
     for _ in range(2):
-        forward((query, key, key[:, :, 0], shift, prior), options)
+        forward(tensors._replace(value=tensors.key[:, :, 0]), options)
     assert not replay._recordings
 
 
 def test_a_recording_keeps_no_tensor(log):
     tensors, options = make("smgk")
     results = forward(tensors, options)
-    kept = [weakref.ref(tensor) for tensor in (*tensors, *results)]
+    kept = [weakref.ref(tensor) for tensor in (*tensors, *results) if tensor is not None]
     log.clear()
     del tensors, results
     gc.collect()

@@ -161,12 +161,14 @@ def test_rows_and_columns_keep_as_coins_would(device):
 def random_numbers(device, **sizes):
     """Numbers of rows ``[heads, padded]`` and of two columns ``[heads, padded / 2]``."""
     from mgk.ops.triton.call import Call
+    from mgk.ops.triton.inputs import Options, Tensors
 
     inputs = make_inputs(dim=16, dtype=ONE_DTYPE, device=device, **sizes)
     seed = torch.tensor([3], device=device)
-    tensors = (inputs["query"], inputs["key"], inputs["value"], None, None, None, None, None, None, seed)
-    call = Call(*tensors, None, 1.0, True, False, False, DROPOUT)
-    return call.row_random.view(-1, call.padded_queries), call.column_random.view(-1, call.padded_keys // 2)
+    tensors = Tensors(inputs["query"], inputs["key"], inputs["value"], seed=seed)
+    call = Call(tensors, Options(1.0, True, dropout_p=DROPOUT))
+    rows, columns = call.masks.row_random, call.masks.column_random
+    return rows.view(-1, call.padded_queries), columns.view(-1, call.padded_keys // 2)
 
 
 @pytest.mark.parametrize("parity", [0, 1], ids=["even", "odd"])

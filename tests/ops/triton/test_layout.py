@@ -186,16 +186,16 @@ def test_more_programs_than_16_bits_count(kind, long):
 def test_ranges_of_masks(device):
     """From the first valid token to the last, over holes and over blocks; nothing where nothing is valid."""
     from mgk.ops.triton.call import Call
+    from mgk.ops.triton.inputs import Options, Tensors
 
     length = 150 if INTERPRETED else 9000
     masks = torch.zeros(5, length, dtype=torch.bool, device=device)
     masks[0, :7] = masks[1, 3] = masks[1, -1] = masks[2, length // 2 :] = masks[4] = True
     inputs = make_inputs(kind="shifted", batch=5, heads=1, queries=length, dim=16, dtype=ONE_DTYPE, device=device)
-    tensors = (inputs["query"], inputs["key"][:, :, None], inputs["value"], inputs["shift"], None, None, None)
-    options = (None, None, 1.0, True, False, False, 0.0)
+    tensors = Tensors(inputs["query"], inputs["key"][:, :, None], inputs["value"], inputs["shift"])
     expected = [[0, 7], [3, length], [length // 2, length], [0, 0], [0, length]]
     for key_mask, query_mask in ((masks, None), (None, masks.T.contiguous().T)):
-        call = Call(*tensors, key_mask, query_mask, *options)
-        found = (call.key_range, call.query_range) if query_mask is None else (call.query_range, call.key_range)
+        masks = Call(tensors._replace(key_mask=key_mask, query_mask=query_mask), Options(1.0, True)).masks
+        found = (masks.key_range, masks.query_range) if query_mask is None else (masks.query_range, masks.key_range)
         assert found[0].tolist() == expected
         assert found[1].tolist() == [[0, length]] * 5

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mgk.ops.autograd import with_zero_gradients
 from mgk.ops.problem import MixtureProblem
-from mgk.ops.triton.call import inverse_variance_of
 from mgk.ops.triton.generation import attend_in_step, is_step
+from mgk.ops.triton.inputs import inputs_of
 from mgk.ops.triton.operator import attend, fused_responsibilities
 from mgk.ops.triton.tuning import is_interpreted
 
@@ -82,7 +82,7 @@ def attention(problem: MixtureProblem, spans: tuple[Tensor | None, Tensor | None
     seed = None
     if problem.dropout_p > 0:
         seed = torch.randint(2**62, (1,), dtype=torch.int64, device=problem.query.device)
-    out, _ = _attend(problem, problem.value, seed, spans)
+    out = attend(*inputs_of(problem, seed, *spans)).out
     # What an identity has dropped gets a gradient of zero.
     pairs = ((given.shift, problem.shift), (given.log_prior, problem.log_prior))
     return with_zero_gradients(out, *[whole for whole, used in pairs if used is None])
@@ -90,16 +90,16 @@ def attention(problem: MixtureProblem, spans: tuple[Tensor | None, Tensor | None
 
 def log_normaliser(problem: MixtureProblem) -> Tensor:
     """``log sum_j sum_r prior[r] exp(similarity)``, fp32 ``[B, H, Nq]``, -inf for a row without a visible key."""
-    # The kernel wants values; the narrowest it takes, and they come to nothing.
+    # The kernel wants values; these are the narrowest it takes, and they come to nothing.
     value = problem.query.new_zeros(1, 1, 1, 1).expand(*problem.key.shape[:2], problem.key.shape[3], 16)
-    _, normaliser = _attend(problem, value, None)
+    tensors, options = inputs_of(problem._replace(value=value))
+    normaliser = attend(tensors, options).normaliser
     if problem.similarity == "gaussian" and problem.shares_variance:
         # With one variance the kernels leave out the term in |q|^2, which no softmax can see.
         inverse_variance = problem.inverse_variance()
         if isinstance(inverse_variance, Tensor):
             inverse_variance = inverse_variance[:, 0, 0].repeat_interleave(problem.group_size, dim=0)
-        query, _ = _operands(problem)
-        square = 0.5 * query.float().square().sum(-1) * inverse_variance
+        square = 0.5 * tensors.query.float().square().sum(-1) * inverse_variance
         normaliser = normaliser - square.masked_fill(normaliser == -torch.inf, 0.0)
     return normaliser
 
@@ -107,31 +107,6 @@ def log_normaliser(problem: MixtureProblem) -> Tensor:
 def responsibility_sums(problem: MixtureProblem, query_spans: Tensor | None = None) -> Tensor:
     """``sum over visible (i, j) of p(r | i, j)``, ``[Hkv, M]``: the E-step. Not differentiable."""
     with torch.no_grad():
-        query, key = _operands(problem)
-        scale, inverse_variance = inverse_variance_of(problem)
-        return fused_responsibilities(
-            query, key, problem.shift, problem.log_prior, inverse_variance, problem.attn_mask, problem.key_mask,
-            problem.query_mask, query_spans, scale, problem.similarity == "gaussian", problem.is_causal,
-        )  # fmt: skip
-
-
-def _attend(
-    problem: MixtureProblem,
-    value: Tensor,
-    seed: Tensor | None,
-    spans: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> tuple[Tensor, Tensor]:
-    query, key = _operands(problem)
-    scale, inverse_variance = inverse_variance_of(problem)
-    return attend(
-        query, key, value, problem.shift, problem.log_prior, inverse_variance, problem.attn_mask, problem.key_mask,
-        problem.query_mask, seed, *spans, scale, problem.similarity == "gaussian", problem.is_causal,
-        # Of one component there is nothing to choose.
-        problem.assignment == "hard" and problem.num_components > 1, problem.dropout_p,
-    )  # fmt: skip
-
-
-def _operands(problem: MixtureProblem) -> tuple[Tensor, Tensor]:
-    """Query and key as the kernels multiply them: products of half-precision numbers are exact in fp32 as they came,
-    those of fp32 numbers lose digits far from zero."""
-    return problem.centred() if problem.query.dtype == torch.float32 else (problem.query, problem.key)
+        tensors, options = inputs_of(problem, None, query_spans)
+        sums: Tensor = fused_responsibilities(*tensors, *options)
+        return sums

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,19 +11,21 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mgk.ops.problem import MixtureProblem
 from mgk.ops.triton import tuning
-from mgk.ops.triton.call import LOG2_E, PROGRAMS, SMALL, inverse_variance_of
+from mgk.ops.triton.call import LOG2_E, SMALL, prior_and_strides
+from mgk.ops.triton.inputs import SCHEMA, Options, Tensors, inputs_of, named
 from mgk.ops.triton.kernels import decode
 from mgk.ops.triton.launch import launch
-from mgk.ops.triton.layout import aligned, block_width, count_blocks, descriptor, on_device
-from mgk.ops.triton.operator import is_unwatched, visible_pairs
+from mgk.ops.triton.layout import aligned, block_width, count_blocks, descriptor, on_device, strides_of_rows
+from mgk.ops.triton.operator import flops_of, is_unwatched
+from mgk.ops.triton.tile_table import Tile
 
 FEW_QUERIES = 16
 # Queries times the heads that share a key: rows of a block.
 MOST_ROWS = 64
-# Shares into which the keys of a head are split at most.
+# Programs between which the keys of a head are split at most.
 MOST_SPLITS = 128
 WAVES = 4
-# Blocks of keys that a share has at least, unless there are fewer.
+# Blocks of keys that a program has at least, unless there are fewer.
 LEAST_BLOCKS = 2
 
 
@@ -42,104 +45,109 @@ def is_step(problem: MixtureProblem) -> bool:
 
 def attend_in_step(problem: MixtureProblem) -> Tensor:
     """``[B, H, Nq, Dv]``, where :func:`is_step` allows it. What stands at masked keys is never read."""
-    hard = problem.assignment == "hard"
-    scale, inverse_variance = inverse_variance_of(problem)
-    query, log_prior = problem.query, None if hard else problem.log_prior
+    tensors, options = inputs_of(problem._replace(log_prior=None) if problem.assignment == "hard" else problem)
     if problem.query_mask is not None:
-        query = query.masked_fill(~problem.query_mask[:, None, :, None], 0.0)
-    arguments = (query, problem.key, problem.value, problem.shift, log_prior, inverse_variance, problem.key_mask)
-    call: Any = run if is_unwatched(*arguments) else fused_decode
-    out = call(*arguments, scale, problem.similarity == "gaussian", problem.is_causal, hard)
+        query = tensors.query.masked_fill(~problem.query_mask[:, None, :, None], 0.0)
+        tensors = tensors._replace(query=query, query_mask=None)
+    out: Tensor = run(tensors, options) if is_unwatched(*tensors) else fused_decode(*tensors, *options)
     return out if problem.query_mask is None else out.masked_fill(~problem.query_mask[:, None, :, None], 0.0)
 
 
-@torch.library.custom_op("mgk::fused_decode", mutates_args=())
-def fused_decode(
-    query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, inverse_variance: Tensor | None,
-    key_mask: Tensor | None, scale: float, gaussian: bool, is_causal: bool, hard: bool,
-) -> Tensor:  # fmt: skip
-    """Attention of a few queries, ``[B, H, Nq, Dv]``, without a gradient. Arguments as of ``fused_attention``."""
-    return run(query, key, value, shift, log_prior, inverse_variance, key_mask, scale, gaussian, is_causal, hard)
+@partial(torch.library.custom_op, "mgk::fused_decode", mutates_args=(), schema=f"({SCHEMA}) -> Tensor")
+def fused_decode(*values: Any) -> Tensor:
+    """:func:`run` of ``*tensors, *options``."""
+    return run(*named(values))
 
 
 @fused_decode.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    return query.new_empty(*query.shape[:3], value.shape[-1])
+def _(*values: Any) -> Tensor:
+    tensors, _ = named(values)
+    return tensors.query.new_empty(*tensors.query.shape[:3], tensors.value.shape[-1])
 
 
-def run(
-    query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, inverse_variance: Tensor | None,
-    key_mask: Tensor | None, scale: float, gaussian: bool, is_causal: bool, hard: bool,
-) -> Tensor:  # fmt: skip
-    batch, heads, queries, width = query.shape
-    kv_heads, components, keys = key.shape[1], key.shape[2] if shift is None else shift.shape[1], key.shape[3]
-    group_size = heads // kv_heads
-    rows, value_width = group_size * queries, value.shape[-1]
-    tile = tuning.choose_decode_tile(max(width, value_width), 1 if shift is not None else components)
-    # As many programs as keep the GPU busy, but each with some blocks of its own.
-    wanted = (
-        3
-        if tuning.is_interpreted()
-        else count_blocks(WAVES * PROGRAMS, batch * kv_heads) * (1 if shift is not None else components)
-    )
+class Split(NamedTuple):
+    """How the keys of a head are split between programs (split-KV)."""
+
+    count: int
+    """programs of a head"""
+    keys: int
+    """keys of a program: whole blocks"""
+    tile: Tile
+    """the tile of the kernel"""
+
+
+def _split(tensors: Tensors) -> Split:
+    """As many programs as keep the GPU busy, but each with some blocks of its own."""
+    query, key, device = tensors.query, tensors.key, tensors.query.device
+    batch, kv_heads, key_tensors, keys, _ = key.shape
+    tile = tuning.choose_decode_tile(max(query.shape[-1], tensors.value.shape[-1]), key_tensors, device)
+    wanted = count_blocks(tuning.programs(device, WAVES), batch * kv_heads) * key_tensors
+    if tuning.is_interpreted():
+        wanted = 3
     splits = max(1, min(wanted, count_blocks(keys, LEAST_BLOCKS * tile.columns), MOST_SPLITS))
     keys_per_split = count_blocks(count_blocks(keys, splits), tile.columns) * tile.columns
-    splits = count_blocks(keys, keys_per_split)
-    block_v = block_width(value_width)
-    with on_device(query):
+    return Split(count_blocks(keys, keys_per_split), keys_per_split, tile)
+
+
+def run(tensors: Tensors, options: Options) -> Tensor:
+    """Attention of a few queries, ``[B, H, Nq, Dv]``, without a gradient."""
+    split, shift, log_prior, key_mask = _split(tensors), tensors.shift, tensors.log_prior, tensors.key_mask
+    batch, heads, queries, width = tensors.query.shape
+    kv_heads, keys, value_width = tensors.key.shape[1], tensors.key.shape[3], tensors.value.shape[-1]
+    components = tensors.key.shape[2] if shift is None else shift.shape[1]
+    group_size = heads // kv_heads
+    rows, block_v = group_size * queries, block_width(value_width)
+    with on_device(tensors.query):
         # As a rule a cache is aligned: what is not must be copied.
-        query, key, value = aligned(query), aligned(key), aligned(value)
-        partial = query.new_empty(batch * kv_heads, splits, rows, block_v, dtype=torch.float32)
-        maximum = query.new_empty(batch * kv_heads, splits, rows, dtype=torch.float32)
+        query, key, value = aligned(tensors.query), aligned(tensors.key), aligned(tensors.value)
+        partial_sums = query.new_empty(batch * kv_heads, split.count, rows, block_v, dtype=torch.float32)
+        maximum = query.new_empty(batch * kv_heads, split.count, rows, dtype=torch.float32)
         sums = torch.empty_like(maximum)
         out = query.new_empty(batch, heads, queries, value_width)
-        prior_strides = (0, 0, 0)
-        if log_prior is not None:
-            by_position = log_prior.stride(2) if log_prior.shape[2] > 1 else 0
-            prior_strides = (log_prior.stride(0), log_prior.stride(1), by_position)
-        own_inverse_variance = None if inverse_variance is None else (inverse_variance.float() * LOG2_E).contiguous()
+        prior, prior_strides = prior_and_strides(log_prior)
+        variance = tensors.inverse_variance
         launch(
             decode.decode_split,
-            batch * kv_heads * splits,
+            batch * kv_heads * split.count,
             (
-                descriptor(key, tile.columns), descriptor(value, tile.columns), query, key, value,
-                None if shift is None else shift.float().contiguous(), log_prior, own_inverse_variance,
-                key_mask, partial, maximum, sums, *query.stride()[:3], *key.stride()[:4], *value.stride()[:3],
-                *prior_strides, *((0, 0) if key_mask is None else key_mask.stride()), scale * LOG2_E, heads,
-                group_size, queries, keys, keys_per_split, splits, width, value_width,
+                descriptor(key, split.tile.columns), descriptor(value, split.tile.columns), query, key, value,
+                None if shift is None else shift.float().contiguous(), prior,
+                None if variance is None else (variance.float() * LOG2_E).contiguous(), key_mask, partial_sums,
+                maximum, sums, *strides_of_rows(query), *strides_of_rows(key), *strides_of_rows(value),
+                *prior_strides, *((0, 0) if key_mask is None else key_mask.stride()), options.scale * LOG2_E, heads,
+                group_size, queries, keys, split.keys, split.count, width, value_width,
             ),
             {
                 "M": components,
                 "SHARED_KEY": shift is not None or components == 1,
-                "HARD": hard,
-                "GAUSSIAN": gaussian,
-                "ONE_VARIANCE": inverse_variance is None,
+                "HARD": options.hard,
+                "GAUSSIAN": options.gaussian,
+                "ONE_VARIANCE": variance is None,
                 "HAS_SHIFT": shift is not None,
                 "HAS_PRIOR": log_prior is not None,
                 "PRIOR_BY_KEY": log_prior is not None and log_prior.shape[2] > 1,
                 "HAS_KEY_MASK": key_mask is not None,
-                "CAUSAL": is_causal and queries > 1,
+                "CAUSAL": options.is_causal and queries > 1,
                 "INPUT_PRECISION": "ieee",
                 # With the halves of the shifts, which are rows as well.
-                "ROWS": block_width(rows + (2 * components if shift is not None and gaussian else 0)),
-                "BLOCK_J": tile.columns,
+                "ROWS": block_width(rows + (2 * components if shift is not None and options.gaussian else 0)),
+                "BLOCK_J": split.tile.columns,
                 "D": block_width(width),
                 "DV": block_v,
             },
-            tile,
+            split.tile,
         )  # fmt: skip
         launch(
             decode.decode_merge,
             batch * kv_heads * rows,
-            (partial, maximum, sums, out, splits, rows, value_width),
-            {"SPLITS": max(2, 1 << (splits - 1).bit_length()), "DV": block_v},
+            (partial_sums, maximum, sums, out, split.count, rows, value_width),
+            {"SPLITS": max(2, 1 << (split.count - 1).bit_length()), "DV": block_v},
             SMALL,
         )
     return out
 
 
 @register_flop_formula(torch.ops.mgk.fused_decode)
-def _decode_flops(query_shape: Any, key_shape: Any, value_shape: Any, *args: Any, **_: Any) -> int:
-    """As forward."""
-    pairs = visible_pairs(query_shape, key_shape[3], bool(args[6]) and query_shape[2] > 1)
-    return 2 * pairs * (key_shape[2] * query_shape[3] + value_shape[3])
+def _decode_flops(*values: Any, **_: Any) -> int:
+    """As forward. Shapes stand for tensors here."""
+    return flops_of(values, of_keys=1, of_values=1)

@@ -36,8 +36,13 @@ def _strides_fit(shape: tuple[int, ...], strides: tuple[int, ...], step: int) ->
     )
 
 
+def strides_of_rows(tensor: Tensor) -> tuple[int, ...]:
+    """How far samples, heads and tokens lie apart in ``[B, H, ..., N, D]``, whose numbers are neighbours."""
+    return tensor.stride()[:-1]
+
+
 def aligned_width(tensor: Tensor) -> int:
-    """Of rows that start at multiples of 16 bytes and hold those of ``tensor``."""
+    """How wide rows are that start at multiples of 16 bytes and hold those of ``tensor``."""
     step = 16 // tensor.element_size()
     return -(-tensor.shape[-1] // step) * step
 

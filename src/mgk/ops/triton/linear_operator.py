@@ -303,8 +303,8 @@ def run_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     if not replay.is_possible(query.device):
         return _run_forward(*inputs)
     return replay.once(  # type: ignore[return-value]
-        lambda: _run_forward(*inputs), replay.signature_of(tensors, ("linear", *options)), tensors, query.device,
-        is_plain=lambda: _is_plain(tensors, query, key, value),
+        lambda: _run_forward(*inputs), ("linear", *options), tensors,
+        is_recordable=lambda: _is_plain(tensors, query, key, value),
     )  # fmt: skip
 
 
@@ -320,8 +320,7 @@ def run_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         return by_head and _is_plain(tensors, grad, query, key, value)
 
     return replay.once(  # type: ignore[return-value]
-        lambda: _run_backward(*inputs), replay.signature_of(tensors, ("linear backward", *options)), tensors,
-        query.device, is_plain=is_plain,
+        lambda: _run_backward(*inputs), ("linear backward", *options), tensors, is_recordable=is_plain,
     )  # fmt: skip
 
 

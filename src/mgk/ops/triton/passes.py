@@ -1,17 +1,21 @@
-"""What a call of the fused kernels starts, forward and backward."""
+"""What a call of the fused kernels launches: forward, backward, and for the responsibilities."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from mgk.ops.triton import tuning
-from mgk.ops.triton.call import LOG2_E, PROGRAMS, SMALL, Call, rows_of_small_kernels
+from mgk.ops.triton.call import LOG2_E, SMALL, Call, rows_of_small_kernels
+from mgk.ops.triton.inputs import Gradients, Options, Results, Tensors
 from mgk.ops.triton.kernels import (
     forward,
     gradient_sums,
     key_value_gradients,
     query_gradients,
+    responsibilities,
     two_key_gradients,
 )
 from mgk.ops.triton.launch import launch
@@ -19,331 +23,293 @@ from mgk.ops.triton.layout import (
     aligned,
     aligned_like,
     aligned_width,
-    block_width,
     by_token,
     count_blocks,
     descriptor,
     on_device,
+    strides_of_rows,
     terms_descriptor,
 )
+from mgk.ops.triton.tile_table import Tile
 
 # Numbers that a program adds to its sums at a time.
 ADDED_TOGETHER = 16384
+EIGHT_WARPS = Tile(0, 0, 8, 1)
 
 
-def forward_pass(
-    query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, inverse_variance: Tensor | None,
-    attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None,
-    query_spans: Tensor | None, key_spans: Tensor | None, scale: float, gaussian: bool, is_causal: bool, hard: bool,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Attention and its row normaliser, without the term in ``|q_i|^2`` where all variances agree.
-
-    Args:
-        query: ``[B, H, Nq, D]``.
-        key: ``[B, Hkv, M, Nk, D]``, or one component beside ``shift``.
-        value: ``[B, Hkv, Nk, Dv]``.
-        shift: ``[Hkv, M, D]``.
-        log_prior: fp32 ``[Hkv, M, Nk]`` or ``[Hkv, M, 1]``.
-        inverse_variance: ``1 / variance [Hkv, M]``; ``None``: ``scale`` for all.
-        attn_mask: bool, four axes, broadcastable to ``[B, H, Nq, Nk]``.
-        key_mask: bool ``[B, Nk]``.
-        query_mask: bool ``[B, Nq]``: which blocks of queries can be left out.
-        seed: int64 ``[1]``, for dropout.
-        query_spans: int32 ``[Nq / PADDING, 3]``: several sequences lie one after the other (and B is 1), each from a
-            multiple of ``PADDING`` on. For every so many queries: the first key of their sequence, one past its last,
-            and what to add to a query for the last key that it sees under causality.
-        key_spans: the same for keys: first query, one past the last, and the same difference.
-        scale: ``1 / variance``.
-        gaussian: whether the similarity is a distance.
-        is_causal: aligned bottom-right.
-        hard: the best component answers alone.
-        dropout_p: probability of dropping a pair.
-
-    Returns:
-        ``[B, H, Nq, Dv]``, fp32 ``[B, H, Nq]``, and what backward wants to know of rows and columns.
-    """
-    with on_device(query):
-        # The forward kernel makes the rows of a pair itself.
-        call = Call(
-            query, key, value, shift, log_prior, inverse_variance, attn_mask, key_mask, query_mask, seed, query_spans,
-            scale, gaussian, is_causal, hard, dropout_p, pairs_are_left=True,
-        )  # fmt: skip
-        assert call.value is not None
-        values = call.value
-        out = by_token(query, call.heads, call.queries, aligned_width(value))
-        normaliser = call.new(*query.shape[:-1])
-        widths = {"D": block_width(call.query.shape[-1]), "DV": block_width(values.shape[-1])}
-        masks = (attn_mask, call.key_range, call.query_range, query_spans, call.row_random, call.column_random)
-        strides = (*call.mask_strides, call.padding)
-        sizes = (
-            call.heads,
-            call.heads // call.kv_heads,
-            call.queries,
-            call.keys,
-            call.padded_queries,
-            call.padded_keys,
-        )
-        scalars = (call.scale, call.threshold, 1.0 / call.keep_probability)
-
-        def run(tile: tuning.Tile) -> None:
-            if tile.specialised:
-                _launch_specialised(call, values, out, normaliser, tile, widths)
-                return
-            # Rows are made up to the end of the padding, which backward reads.
-            blocks = count_blocks(call.padded_queries if call.two_shifts else call.queries, tile.rows)
-            launch(
-                forward.attention_forward,
-                blocks * call.batch * call.heads,
-                (
-                    descriptor(call.query, tile.rows), descriptor(call.key, tile.columns, 2 if call.two_keys else 1),
-                    descriptor(values, tile.columns), descriptor(out, tile.rows), call.row, call.column, call.row_second,
-                    call.column_second, call.unscaled, call.unfactored, call.level, call.inverse_variance, call.shift, call.origin, normaliser,
-                    *masks, *strides, *scalars, *sizes, blocks, call.width, *call.limits[:4],
-                ),
-                {**call.options, **widths, "TWO_SHIFTS": call.two_shifts, "TWO_KEYS": call.two_keys,
-                "HAS_ORIGIN": call.origin is not None, "AWAIT_PRODUCTS": tile.await_products, "DIRECT": tile.direct,
-                "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
-                tile,
-            )  # fmt: skip
-
-        call.run("forward", run)
-        tile = call.tile("repair")
-        blocks = count_blocks(call.queries, tile.rows)
-        enough = 2 if tuning.is_interpreted() else PROGRAMS
-        together = blocks * call.batch * call.heads // enough
-        together = max(1, min(together, forward.MOST_ROWS_TOGETHER.value // tile.rows, blocks))
-        launch(
-            forward.attention_repair,
-            count_blocks(blocks, together) * call.batch * call.heads,
-            (
-                call.query, call.key, values, out, call.row, call.column, call.level, call.inverse_variance, normaliser,
-                *masks,
-                *call.query.stride()[:3], *call.key.stride()[:3], *values.stride()[:3], *out.stride()[:3],
-                *strides, *scalars, *sizes, blocks, together, call.width, value.shape[-1],
-            ),
-            {**call.options, **widths, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
-            tile,
-        )  # fmt: skip
-    return out if out.shape[-1] == value.shape[-1] else out[..., : value.shape[-1]].clone(), normaliser, call.terms
+def forward_pass(tensors: Tensors, options: Options) -> Results:
+    """Attention, its row normaliser, and the terms of rows and columns."""
+    with on_device(tensors.query):
+        # The forward kernel makes the rows of two shifted keys itself.
+        call = Call(tensors, options, leaves_rows=True)
+        out = by_token(call.query, call.heads, call.queries, aligned_width(tensors.value))
+        normaliser = call.new(call.batch, call.heads, call.queries)
+        run = partial(_launch_forward, call, out, normaliser)
+        run(call.tile("forward", run))
+        _launch_repair(call, out, normaliser)
+        if out.shape[-1] != call.value_width:
+            out = out[..., : call.value_width].clone()
+    return Results(out, normaliser, call.buffer)
 
 
-def _launch_specialised(
-    call: Call, values: Tensor, out: Tensor, normaliser: Tensor, tile: tuning.Tile, widths: dict[str, int]
-) -> None:
+def _launch_forward(call: Call, out: Tensor, normaliser: Tensor, tile: Tile) -> None:
+    if tile.specialised:
+        _launch_specialised(call, out, normaliser, tile)
+        return
+    terms = call.terms
+    # Rows are made up to the end of the padding, which backward reads.
+    blocks = count_blocks(call.padded_queries if call.two_shifts else call.queries, tile.rows)
+    launch(
+        forward.attention_forward,
+        blocks * call.batch * call.heads,
+        (
+            descriptor(call.query, tile.rows), descriptor(call.key, tile.columns, 2 if call.two_keys else 1),
+            descriptor(call.value, tile.columns), descriptor(out, tile.rows), terms.row, terms.column,
+            terms.row_second, terms.column_second, terms.unscaled, terms.unfactored, terms.level,
+            call.inverse_variance, call.shift, terms.origin, normaliser, *call.masks, *call.mask_strides, call.scale,
+            call.threshold, call.keep_scale, *call.sizes, blocks, call.width, *call.limits,
+        ),
+        {
+            **call.constants, "AWAIT_PRODUCTS": tile.await_products, "DIRECT": tile.direct, "BLOCK_I": tile.rows,
+            "BLOCK_J": tile.columns,
+        },
+        tile,
+    )  # fmt: skip
+
+
+def _launch_specialised(call: Call, out: Tensor, normaliser: Tensor, tile: Tile) -> None:
     from mgk.ops.triton.kernels.hopper.wide_forward import GROUP_ROWS, TILE_ROWS, attention_forward_wide
 
-    assert call.is_plain
+    assert call.fits_specialised_forward
     assert not call.two_keys
     assert (tile.rows, tile.warps) == (TILE_ROWS.value, 4)
     assert call.padding % tile.columns == 0, "blocks of terms are whole"
     # To add products to the larger bias, a hard choice takes both columns as they are before they are scaled.
-    assert call.from_bias == (call.hard and call.two_shifts)
-    column, other = (call.unscaled, call.unscaled) if call.from_bias else (call.column, call.column_second)
+    assert call.from_bias == call.hard
+    terms = call.terms
+    column, other = (terms.unscaled, terms.unscaled) if call.from_bias else (terms.column, terms.column_second)
     blocks = count_blocks(call.queries, tile.rows)
     rows = call.batch * call.heads
-    section = tuning.heads_in_section(call.keys, sum(widths.values()) * call.dtype.itemsize)
+    section = tuning.heads_in_section(call.keys, (call.constants["D"] + call.constants["DV"]) * call.dtype.itemsize)
     launch(
         attention_forward_wide,
         min(blocks * rows, tuning.multiprocessors(call.device.index or 0)),
         (
             descriptor(call.query, GROUP_ROWS.value), descriptor(call.key, tile.columns),
-            descriptor(values, tile.columns), descriptor(out, GROUP_ROWS.value),
+            descriptor(call.value, tile.columns), descriptor(out, GROUP_ROWS.value),
             terms_descriptor(column, call.padded_keys, tile.columns),
-            terms_descriptor(other, call.padded_keys, tile.columns), call.row, call.row_second, call.unfactored, call.level,
-            call.shift, call.origin, normaliser, call.scale, call.heads, call.heads // call.kv_heads, call.queries,
-            call.keys, call.padded_queries, blocks * rows, rows, blocks, section, call.width, *call.limits[:4],
+            terms_descriptor(other, call.padded_keys, tile.columns), terms.row, terms.row_second, terms.unfactored,
+            terms.level, call.shift, terms.origin, normaliser, call.scale, call.heads, call.sizes.group_size,
+            call.queries, call.keys, call.padded_queries, blocks * rows, rows, blocks, section, call.width,
+            *call.limits,
         ),
-        {**widths, "TWO_SHIFTS": call.two_shifts, "HARD": call.hard and call.two_shifts, "HAS_ORIGIN": call.origin is not None,
-        "HAS_LEVEL": call.has_level, "CAUSAL": call.options["CAUSAL"], "PING_PONG": tile.ping_pong, "STAGES": tile.stages,
-        "BLOCK_J": tile.columns},
+        {**call.constants, "PING_PONG": tile.ping_pong, "STAGES": tile.stages, "BLOCK_J": tile.columns},
         tile._replace(dependent_launch=call.has_level),
     )  # fmt: skip
 
 
-def backward_pass(
-    grad_out: Tensor, grad_normaliser: Tensor | None, out: Tensor, normaliser: Tensor, terms: Tensor, query: Tensor,
-    key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, inverse_variance: Tensor | None,
-    attn_mask: Tensor | None, key_mask: Tensor | None, query_mask: Tensor | None, seed: Tensor | None,
-    query_spans: Tensor | None, key_spans: Tensor | None, scale: float, gaussian: bool, is_causal: bool, hard: bool,
-    dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, key, value, shift, log_prior and inverse_variance (the last three empty where there is no input).
+def _launch_repair(call: Call, out: Tensor, normaliser: Tensor) -> None:
+    """Rows whose sums the number format did not hold are attended again, with a running maximum."""
+    tile = call.tile("repair")
+    blocks = count_blocks(call.queries, tile.rows)
+    together = blocks * call.batch * call.heads // tuning.programs(call.device)
+    together = max(1, min(together, forward.MOST_ROWS_TOGETHER.value // tile.rows, blocks))
+    terms = call.terms
+    launch(
+        forward.attention_repair,
+        count_blocks(blocks, together) * call.batch * call.heads,
+        (
+            call.query, call.key, call.value, out, terms.row, terms.column, terms.level, call.inverse_variance,
+            normaliser, *call.masks, *strides_of_rows(call.query), *strides_of_rows(call.key),
+            *strides_of_rows(call.value), *strides_of_rows(out), *call.mask_strides, call.scale, call.threshold,
+            call.keep_scale, *call.sizes, blocks, together, call.width, call.value_width,
+        ),
+        {**call.constants, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
+        tile,
+    )  # fmt: skip
 
-    Without ``grad_normaliser`` only the attention has been used.
-    """
-    with on_device(query):
-        call = Call(
-            query, key, value, shift, log_prior, inverse_variance, attn_mask, key_mask, query_mask, seed, query_spans,
-            scale, gaussian, is_causal, hard, dropout_p, terms,
-        )  # fmt: skip
-        assert call.value is not None
-        values, components = call.value, call.components
-        grad_out, out = aligned(grad_out), aligned(out)
-        if grad_normaliser is not None:
-            grad_normaliser = grad_normaliser.contiguous()
-        reference = call.new(call.batch, call.heads, call.padded_queries)
-        delta = torch.empty_like(reference)
-        rows = rows_of_small_kernels(block_width(out.shape[-1]))
+
+def backward_pass(
+    grad_out: Tensor, grad_normaliser: Tensor | None, results: Results, tensors: Tensors, options: Options
+) -> Gradients:
+    """The gradients of a call. Without ``grad_normaliser`` only the attention has been used."""
+    with on_device(tensors.query):
+        call = Call(tensors, options, results.terms)
+        backward = _Backward(call, aligned(grad_out), grad_normaliser)
+        backward.launch_delta(aligned(results.out), results.normaliser)
+        backward.launch_key_value(call.tile("key_value", backward.launch_key_value))
+        backward.launch_query(call.tile("query", backward.launch_query))
+        return backward.collect(tensors)
+
+
+class _Backward:
+    """One backward pass: the room for gradients, the kernels that fill it, and what is made of it."""
+
+    def __init__(self, call: Call, grad_out: Tensor, grad_normaliser: Tensor | None) -> None:
+        self.call, self.grad_out = call, grad_out
+        self.grad_normaliser = None if grad_normaliser is None else grad_normaliser.contiguous()
+        has_variances = call.inverse_variance is not None
+        by_row = (call.batch, call.heads, call.padded_queries)
+        by_column = (call.kv_heads, call.components, call.batch, call.keys)
+        self.reference, self.delta = call.new(*by_row), call.new(*by_row)
+        self.grad_query, self.grad_value = aligned_like(call.query), aligned_like(call.value)
+        # Three shifts or more leave a gradient of the key each.
+        self.has_one_key_gradient = call.shift is None or call.two_shifts or call.components == 1
+        key_gradients = (call.batch, call.kv_heads * call.components, call.keys, aligned_width(call.key))
+        self.grad_key = aligned_like(call.key) if self.has_one_key_gradient else call.key.new_empty(key_gradients)
+        self.grad_column = call.new(*by_column) if call.has_column else None
+        self.grad_inverse_variance = call.new(*by_column) if has_variances else None
+        # Only the variances ask for it: shifts have partial sums.
+        has_row = call.has_row and has_variances
+        self.grad_row = call.new(call.batch, call.heads, call.components, call.queries) if has_row else None
+        # Every program leaves its partial sum of the shifts' gradient; they are added up in a fixed order.
+        self.key_partials: Tensor | None = None
+        self.query_partials: Tensor | None = None
+        # Measured: next to the two loops of causality, or with wide keys, the compiler schedules the loop better.
+        constants = call.constants
+        one_group = call.sizes.group_size == 1 and not constants["CAUSAL"] and call.block_d <= 64
+        self.constants = {**constants, "HAS_GRAD_NORMALISER": grad_normaliser is not None, "ONE_GROUP": one_group}
+        # Heads that cannot be factored are left to the second launch.
+        self.variants = ({"UNFACTORED": False}, {"UNFACTORED": True}) if call.factored else ()
+        self.scalars = (call.scale, call.natural_scale, call.threshold, call.keep_scale)
+
+    def launch_delta(self, out: Tensor, normaliser: Tensor) -> None:
+        """What each row subtracts from its logits, and from the gradients of its weights."""
+        call = self.call
+        rows = rows_of_small_kernels(call.constants["DV"])
         blocks = call.padded_queries // rows
         launch(
             gradient_sums.attention_delta,
             blocks * call.batch * call.heads,
             (
-                out, grad_out, normaliser, grad_normaliser, call.row if call.two_shifts else None, call.level, reference,
-                delta, *out.stride()[:3], *grad_out.stride()[:3], call.keep_probability, call.heads,
-                call.heads // call.kv_heads, call.queries, call.padded_queries, blocks, value.shape[-1],
+                out, self.grad_out, normaliser, self.grad_normaliser, call.terms.row if call.two_shifts else None,
+                call.terms.level, self.reference, self.delta, *strides_of_rows(out), *strides_of_rows(self.grad_out),
+                call.keep_probability, call.heads, call.sizes.group_size, call.queries, call.padded_queries, blocks,
+                call.value_width,
             ),
-            {"M": components if call.two_shifts else 1, "TWO_SHIFTS": call.two_shifts, "HAS_LEVEL": call.has_level,
-            "HAS_GRAD_NORMALISER": grad_normaliser is not None, "BLOCK_I": rows, "DV": block_width(out.shape[-1])},
+            {**self.constants, "M": call.components if call.two_shifts else 1, "BLOCK_I": rows},
             SMALL,
         )  # fmt: skip
-        widths = {"D": block_width(call.query.shape[-1]), "DV": block_width(values.shape[-1])}
-        options = {**call.options, **widths, "GAUSSIAN": gaussian, "HAS_SHIFT": shift is not None}
-        options |= {"TWO_SHIFTS": call.two_shifts, "HAS_ORIGIN": call.origin is not None}
-        options |= {"HAS_GRAD_NORMALISER": grad_normaliser is not None}
-        masks = (call.row_random, call.column_random, *call.mask_strides, call.padding)
-        ranges = (attn_mask, call.key_range, call.query_range)
-        scalars = (call.scale, scale, call.threshold, 1.0 / call.keep_probability)
-        group_size = call.heads // call.kv_heads
-        sizes = (call.heads, group_size, call.queries, call.keys, call.padded_queries, call.padded_keys)
 
-        one_gradient = call.two_shifts or key.shape[2] == components
-        grad_key = (
-            aligned_like(call.key)
-            if one_gradient
-            else call.key.new_empty(call.batch, call.kv_heads * components, call.keys, aligned_width(key))
-        )
-        grad_value, grad_query = aligned_like(values), aligned_like(call.query)
-        grad_column = call.new(call.kv_heads, components, call.batch, call.keys) if call.has_column else None
-        # Only the inverse_variance ask for it: shifts have their shares.
-        grad_row = None
-        if call.has_row and inverse_variance is not None:
-            grad_row = call.new(call.batch, call.heads, components, call.queries)
-        grad_inverse_variance = None if inverse_variance is None else call.new(call.kv_heads, components, call.batch, call.keys)
-        # Every program leaves its share of the shifts' gradient; added up below in a fixed order.
-        key_shares = query_shares = None
-        # Heads that cannot be factored are left to the second launch.
-        variants = ({"UNFACTORED": False}, {"UNFACTORED": True}) if call.factored else ({"UNFACTORED": False},)
+    def launch_key_value(self, tile: Tile) -> None:
+        """Gradients of keys and values, and of what belongs to a column."""
+        call, terms = self.call, self.call.terms
+        blocks = count_blocks(call.keys, tile.columns)
+        if call.shift is not None and call.gaussian:
+            self.key_partials = call.new(call.kv_heads, call.components, call.batch * blocks, call.block_d)
+        tokens = (
+            descriptor(call.query, tile.rows), descriptor(call.key, tile.columns), descriptor(call.value, tile.columns),
+            descriptor(self.grad_out, tile.rows), descriptor(self.grad_key, tile.columns),
+            descriptor(self.grad_value, tile.columns), terms.row, terms.column,
+        )  # fmt: skip
+        masks = call.masks._replace(spans=call.key_spans)
+        numbers = (*masks, *call.mask_strides, *self.scalars, *call.sizes, blocks)
+        constants = {**self.constants, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns}
+        programs = blocks * call.batch * call.kv_heads
+        # Three sums of products a key fill the registers: wide keys are done one after the other.
+        is_narrow = call.block_d <= 64 or call.dtype == torch.float32
+        if call.components == 2 and call.shift is None and is_narrow:
+            arguments = (
+                *tokens, call.inverse_variance, self.reference, self.delta, self.grad_column,
+                self.grad_inverse_variance, *numbers,
+            )  # fmt: skip
+            launch(two_key_gradients.attention_backward_two_keys, programs, arguments, constants, tile)
+            return
+        arguments = (
+            *tokens, terms.row_second, terms.column_second, call.inverse_variance, call.shift, self.reference,
+            self.delta, terms.unfactored, self.grad_column, self.grad_inverse_variance, self.key_partials,
+            terms.origin, *numbers, call.width,
+        )  # fmt: skip
+        launch(key_value_gradients.attention_backward_key_value, programs, arguments, constants, tile, *self.variants)
 
-        # Three sums of products a key fill the registers: of wide keys one is done after the other.
-        at_once = components == 2 and shift is None and (widths["D"] <= 64 or query.dtype == torch.float32)
-        # Measured: next to the two loops of causality, or with wide keys, the compiler schedules the loop better.
-        options["ONE_GROUP"] = group_size == 1 and not is_causal and widths["D"] <= 64
-
-        def run_key_value(tile: tuning.Tile) -> None:
-            nonlocal key_shares
-            blocks = count_blocks(call.keys, tile.columns)
-            if shift is not None and gaussian:
-                key_shares = call.new(call.kv_heads, components, call.batch * blocks, widths["D"])
-            tensors = (
+    def launch_query(self, tile: Tile) -> None:
+        """Gradients of queries, and of what belongs to a row."""
+        call, terms = self.call, self.call.terms
+        blocks = count_blocks(call.queries, tile.rows)
+        if call.shift is not None:
+            partials = call.batch * call.sizes.group_size * blocks
+            self.query_partials = call.new(call.kv_heads, call.components, partials, call.block_d)
+        launch(
+            query_gradients.attention_backward_query,
+            blocks * call.batch * call.heads,
+            (
                 descriptor(call.query, tile.rows), descriptor(call.key, tile.columns),
-                descriptor(values, tile.columns), descriptor(grad_out, tile.rows), descriptor(grad_key, tile.columns),
-                descriptor(grad_value, tile.columns), call.row, call.column,
-            )  # fmt: skip
-            numbers = (*ranges, key_spans, *masks, *scalars, *sizes, blocks)
-            own = {**options, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns}
-            programs = blocks * call.batch * call.kv_heads
-            if at_once:
-                arguments = (*tensors, call.inverse_variance, reference, delta, grad_column, grad_inverse_variance, *numbers)
-                launch(two_key_gradients.attention_backward_two_keys, programs, arguments, own, tile)
-            else:
-                arguments = (
-                    *tensors, call.row_second, call.column_second, call.inverse_variance, call.shift, reference, delta, call.unfactored, grad_column,
-                    grad_inverse_variance, key_shares, call.origin, *numbers, call.width,
-                )  # fmt: skip
-                launch(key_value_gradients.attention_backward_key_value, programs, arguments, own, tile, *variants)
+                descriptor(call.value, tile.columns), descriptor(self.grad_out, tile.rows),
+                descriptor(self.grad_query, tile.rows), terms.row, terms.column, terms.row_second, terms.column_second,
+                call.inverse_variance, self.reference, self.delta, self.grad_normaliser, terms.unfactored, call.shift,
+                self.grad_row, self.query_partials, terms.origin, *call.masks, *call.mask_strides, *self.scalars,
+                *call.sizes, blocks, call.width,
+            ),
+            {**self.constants, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
+            tile,
+            *self.variants,
+        )  # fmt: skip
 
-        def run_query(tile: tuning.Tile) -> None:
-            nonlocal query_shares
-            blocks = count_blocks(call.queries, tile.rows)
-            if shift is not None:
-                query_shares = call.new(call.kv_heads, components, call.batch * group_size * blocks, widths["D"])
-            launch(
-                query_gradients.attention_backward_query,
-                blocks * call.batch * call.heads,
-                (
-                    descriptor(call.query, tile.rows), descriptor(call.key, tile.columns),
-                    descriptor(values, tile.columns), descriptor(grad_out, tile.rows),
-                    descriptor(grad_query, tile.rows), call.row, call.column, call.row_second, call.column_second, call.inverse_variance,
-                    reference, delta, grad_normaliser, call.unfactored, call.shift, grad_row, query_shares, call.origin,
-                    *ranges, query_spans, *masks,
-                    *scalars, *sizes, blocks, call.width,
-                ),
-                {**options, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
-                tile,
-                *variants,
-            )  # fmt: skip
+    def collect(self, tensors: Tensors) -> Gradients:
+        """The gradients as torch expects them, laid out like ``tensors``."""
+        grad_shift, grad_prior = self._parameter_gradients()
+        grad_key = self.grad_key.unflatten(1, (self.call.kv_heads, -1))
+        if not self.has_one_key_gradient:
+            grad_key = grad_key.sum(2, keepdim=True)
+        return Gradients(
+            _trimmed(self.grad_query, tensors.query),
+            _trimmed(grad_key, tensors.key),
+            _trimmed(self.grad_value, tensors.value),
+            grad_shift,
+            grad_prior,
+            self._inverse_variance_gradient(),
+        )
 
-        call.run("key_value", run_key_value)
-        call.run("query", run_query)
-        grad_shift, grad_prior = _parameter_gradients(call, scale, query_shares, key_shares, grad_column)
-
-    grad_key = grad_key.unflatten(1, (call.kv_heads, -1))
-    if not one_gradient:
-        grad_key = grad_key.sum(2, keepdim=True)
-    return (
-        _trimmed(grad_query, query),
-        _trimmed(grad_key, key),
-        _trimmed(grad_value, value),
-        grad_shift,
-        grad_prior,
-        call.new(0) if grad_inverse_variance is None else _inverse_variance_gradient(call, grad_row, grad_column, grad_inverse_variance),
-    )
-
-
-def _parameter_gradients(
-    call: Call, scale: float, query_shares: Tensor | None, key_shares: Tensor | None, grad_column: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Of the shifts, ``[Hkv, M, D]``, by way of rows and columns,
-    and of the prior, in its shape; empty where there is no such parameter."""
-    prior, shift = call.log_prior, call.shift
-    grad_shift = call.new(0) if shift is None else torch.empty_like(shift)
-    grad_prior = call.new(0)
-    by_head = prior is not None and prior.shape[2] == 1
-    if prior is not None:
-        assert grad_column is not None
-        grad_prior = call.new(*prior.shape) if by_head else grad_column.sum(2)
-    if shift is None and not by_head:
+    def _parameter_gradients(self) -> tuple[Tensor, Tensor]:
+        """Of the shifts, ``[Hkv, M, D]``, by way of rows and columns, and of the prior, in its shape; empty where there
+        is no such parameter."""
+        call, prior = self.call, self.call.log_prior
+        grad_shift = call.new(0) if call.shift is None else torch.empty_like(call.shift)
+        grad_prior = call.new(0)
+        by_head = prior is not None and prior.shape[2] == 1
+        if prior is not None:
+            assert self.grad_column is not None
+            grad_prior = call.new(*prior.shape) if by_head else self.grad_column.sum(2)
+        if call.shift is None and not by_head:
+            return grad_shift, grad_prior
+        width = 16 if call.shift is None else call.block_d
+        num_query_partials, num_key_partials = (
+            0 if partials is None else partials.shape[2] for partials in (self.query_partials, self.key_partials)
+        )
+        launch(
+            gradient_sums.parameter_gradients,
+            call.kv_heads * call.components,
+            (
+                self.query_partials, self.key_partials, self.grad_column if by_head else None, call.inverse_variance,
+                grad_shift, grad_prior, call.natural_scale, num_query_partials, num_key_partials,
+                call.batch * call.keys, call.width,
+            ),
+            {
+                **call.constants, "GAUSSIAN": self.key_partials is not None, "HAS_PRIOR": by_head,
+                "ROWS": max(1, (512 if tuning.is_interpreted() else ADDED_TOGETHER) // width), "D": width,
+            },
+            EIGHT_WARPS,
+        )  # fmt: skip
         return grad_shift, grad_prior
-    width = 16 if query_shares is None else query_shares.shape[-1]
-    numbers = 512 if tuning.is_interpreted() else ADDED_TOGETHER
-    launch(
-        gradient_sums.parameter_gradients,
-        call.kv_heads * call.components,
-        (
-            query_shares, key_shares, grad_column if by_head else None, call.inverse_variance, grad_shift, grad_prior, scale,
-            0 if query_shares is None else query_shares.shape[-2], 0 if key_shares is None else key_shares.shape[-2],
-            call.batch * call.keys, call.width,
-        ),
-        {
-            "ONE_VARIANCE": call.inverse_variance is None,
-            "HAS_SHIFT": shift is not None,
-            "GAUSSIAN": key_shares is not None,
-            "HAS_PRIOR": by_head,
-            "ROWS": max(1, numbers // width),
-            "D": width,
-        },
-        tuning.Tile(0, 0, 8, 1),
-    )  # fmt: skip
-    return grad_shift, grad_prior
 
-
-def _inverse_variance_gradient(call: Call, grad_row: Tensor | None, grad_column: Tensor | None, grad_products: Tensor) -> Tensor:
-    """``[Hkv, M]``: products, rows and columns are all proportional to the scale, but for the prior."""
-    assert call.inverse_variance is not None
-    grad = grad_products.sum(dim=(2, 3))
-    if call.gaussian and call.column is not None and grad_column is not None:
-        column = _in_order(call.column.view(call.batch, call.kv_heads, call.components, -1))[..., : call.keys] / LOG2_E
-        if call.log_prior is not None:
-            column = column - call.log_prior
-        column = column.masked_fill(~column.isfinite(), 0.0).permute(1, 2, 0, 3)
-        grad = grad + (grad_column * column).sum(dim=(2, 3)) * LOG2_E / call.inverse_variance
-    if call.row is not None and grad_row is not None:
-        row = _in_order(call.row.view(call.batch, call.heads, call.components, -1))[..., : call.queries]
-        by_head = (grad_row * row).sum(dim=(0, 3)) / LOG2_E
-        grad = grad + by_head.unflatten(0, (call.kv_heads, -1)).sum(1) * LOG2_E / call.inverse_variance
-    return grad
+    def _inverse_variance_gradient(self) -> Tensor:
+        """``[Hkv, M]``: products, rows and columns are all proportional to it, but for the prior."""
+        call, terms = self.call, self.call.terms
+        if call.inverse_variance is None or self.grad_inverse_variance is None:
+            return call.new(0)
+        grad = self.grad_inverse_variance.sum(dim=(2, 3))
+        if call.gaussian and terms.column is not None and self.grad_column is not None:
+            column = _in_order(terms.column.view(call.batch, call.kv_heads, call.components, -1))
+            column = column[..., : call.keys] / LOG2_E
+            if call.log_prior is not None:
+                column = column - call.log_prior
+            column = column.masked_fill(~column.isfinite(), 0.0).permute(1, 2, 0, 3)
+            grad = grad + (self.grad_column * column).sum(dim=(2, 3)) * LOG2_E / call.inverse_variance
+        if terms.row is not None and self.grad_row is not None:
+            row = _in_order(terms.row.view(call.batch, call.heads, call.components, -1))[..., : call.queries]
+            by_head = (self.grad_row * row).sum(dim=(0, 3)) / LOG2_E
+            grad = grad + by_head.unflatten(0, (call.kv_heads, -1)).sum(1) * LOG2_E / call.inverse_variance
+        return grad
 
 
 def _in_order(terms: Tensor) -> Tensor:
@@ -356,3 +322,29 @@ def _trimmed(grad: Tensor, like: Tensor) -> Tensor:
     if grad.shape == like.shape and grad.stride() == torch.empty_like(like, device="meta").stride():
         return grad
     return torch.empty_like(like).copy_(grad[..., : like.shape[-1]])
+
+
+def responsibility_pass(tensors: Tensors, options: Options) -> Tensor:
+    """``sum over visible (i, j) of p(r | i, j)``, ``[Hkv, M]``."""
+    query_mask = None if tensors.query_mask is None else tensors.query_mask.contiguous()
+    with on_device(tensors.query):
+        call = Call(tensors._replace(query_mask=None), options)
+        tile = call.tile("query")
+        blocks = count_blocks(call.queries, tile.rows)
+        sums = call.new(blocks * call.batch * call.heads, 8)
+        launch(
+            responsibilities.responsibilities,
+            blocks * call.batch * call.heads,
+            (
+                descriptor(call.query, tile.rows), descriptor(call.key, tile.columns), call.terms.row,
+                call.terms.column, call.inverse_variance, sums, call.masks.attn_mask, query_mask, call.masks.spans,
+                *call.mask_strides, call.scale, *call.sizes, blocks,
+            ),
+            {
+                **call.constants, "HAS_QUERY_MASK": query_mask is not None, "BLOCK_I": tile.rows,
+                "BLOCK_J": tile.columns,
+            },
+            tile,
+        )  # fmt: skip
+    by_head = sums.view(call.batch, call.kv_heads, -1, 8)[..., : call.components]
+    return by_head.sum(dim=(0, 2), dtype=torch.float64).float()

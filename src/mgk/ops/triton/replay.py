@@ -128,9 +128,10 @@ class Recording:
                 descriptors.append((position, number, first, _descriptor_like(argument, None)))
         return _Step(start.compiled, start.programs, arguments, addresses, descriptors)
 
-    def replay(self, inputs: Sequence[Tensor | None], device: torch.device) -> Outputs:
+    def replay(self, inputs: Sequence[Tensor | None]) -> Outputs:
         """The same for other tensors of the same signature."""
         tensors = [*inputs]
+        device = tensors[0].device  # type: ignore[union-attr]
         for shape, strides, dtype in self._buffers:
             tensors.append(torch.empty_strided(shape, strides, dtype=dtype, device=device))
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -190,26 +191,25 @@ def is_possible(device: torch.device) -> bool:
 
 def once(
     call: Callable[[], Outputs],
-    signature: Signature,
+    options: tuple[Any, ...],
     inputs: Sequence[Tensor | None],
-    device: torch.device,
     *,
-    is_plain: Callable[[], bool],
+    is_recordable: Callable[[], bool],
     zeroed: Callable[[], tuple[int, int, int] | None] = lambda: None,
 ) -> Outputs:
     """Make a call and write down what it does; or do that again if one with its signature has been made.
 
     Args:
         call: makes it.
-        signature: see :func:`signature_of`.
-        inputs: all tensors that it reads.
-        device: where.
-        is_plain: asked of the first such call: whether nothing but kernels works on its tensors.
+        options: all that it depends on beside its tensors.
+        inputs: all tensors that it reads, each once. The first says on which device.
+        is_recordable: asked of the first such call: whether nothing but kernels works on its tensors.
         zeroed: see :class:`Recording`.
     """
+    signature = signature_of(inputs, options)
     if signature in _recordings:
         recording = _recordings[signature]
-        return call() if recording is None else recording.replay(inputs, device)
+        return call() if recording is None else recording.replay(inputs)
     addresses = [tensor.data_ptr() for tensor in inputs if tensor is not None]
     if len(set(addresses)) < len(addresses):
         # One tensor in two roles: the next call may have two.
@@ -219,7 +219,7 @@ def once(
     with recorded() as starts:
         outputs = call()
     _recordings[signature] = None
-    if is_plain():
+    if is_recordable():
         with suppress(NotRecordable):
             _recordings[signature] = Recording(inputs, outputs, starts, zeroed())
     return outputs
