@@ -76,7 +76,10 @@ def tried(one: Any, architecture: int) -> tuple[str | None, int]:
             causes.append(cause)
         return f"{type(causes[-1]).__name__}: {str(causes[-1]).strip().splitlines()[-1]}", 0
     too_much = shared > ROOM[architecture] * 1024
-    return f"takes {shared:,} bytes of shared memory, and there are {ROOM[architecture]} kB" if too_much else None, shared
+    return (
+        f"takes {shared:,} bytes of shared memory, and there are {ROOM[architecture]} kB" if too_much else None,
+        shared,
+    )
 
 
 def compiled_with(python: str, arguments: list[str]) -> Outcome:

@@ -180,9 +180,7 @@ def responsibilities(preset: str, shape: Shape) -> None:
     )  # fmt: skip
 
 
-def _draw(
-    preset: str, shape: Shape, queries: int | None = None, dtype: torch.dtype = torch.bfloat16
-) -> Inputs:
+def _draw(preset: str, shape: Shape, queries: int | None = None, dtype: torch.dtype = torch.bfloat16) -> Inputs:
     return draw(
         preset, batch=shape.batch, heads=shape.heads, tokens=shape.tokens, head_dim=shape.head_dim, queries=queries,
         is_causal=shape.is_causal, dtype=dtype, device=torch.device("cpu"), needs_gradients=queries is None,
