@@ -121,8 +121,8 @@ def launched(call: Callable[[], object], architecture: str = "sm90") -> list[Spe
     replaced = [(launch, "_start"), (tuning, "_architecture"), (tuning, "multiprocessors"), (torch, "randn"), *asking]
     before = [(module, name, vars(module)[name]) for module, name in replaced]
     vars(launch)["_start"] = note
-    # Nobody looks at the numbers.
-    vars(torch)["randn"] = torch.empty
+    # Nobody looks at the numbers, but that they are some.
+    vars(torch)["randn"] = torch.zeros
     vars(tuning).update(_architecture=lambda index: architecture, multiprocessors=lambda index: MULTIPROCESSORS)
     for module, name in asking:
         vars(module)[name] = lambda problem: None
@@ -134,9 +134,11 @@ def launched(call: Callable[[], object], architecture: str = "sm90") -> list[Spe
     return list(found.values())
 
 
-def attend(preset: str, shape: Shape, dropout_p: float = 0.0, is_padded: bool = False) -> None:
+def attend(
+    preset: str, shape: Shape, dropout_p: float = 0.0, is_padded: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> None:
     """Forward and backward of one call as the benchmark makes it. All heads of ``shape`` are the preset's."""
-    inputs = _draw(preset, shape)
+    inputs = _draw(preset, shape, dtype=dtype)
     mask = torch.ones(shape.batch, shape.tokens, dtype=torch.bool) if is_padded else None
     out = mgk.mixture_attention(
         inputs.query, inputs.key, inputs.value, shift=inputs.shift, log_prior=inputs.log_prior,
@@ -178,10 +180,10 @@ def responsibilities(preset: str, shape: Shape) -> None:
     )  # fmt: skip
 
 
-def _draw(preset: str, shape: Shape, queries: int | None = None) -> Inputs:
+def _draw(preset: str, shape: Shape, queries: int | None = None, dtype: torch.dtype = torch.bfloat16) -> Inputs:
     return draw(
         preset, batch=shape.batch, heads=shape.heads, tokens=shape.tokens, head_dim=shape.head_dim, queries=queries,
-        is_causal=shape.is_causal, dtype=torch.bfloat16, device=torch.device("cpu"), needs_gradients=queries is None,
+        is_causal=shape.is_causal, dtype=dtype, device=torch.device("cpu"), needs_gradients=queries is None,
     )  # fmt: skip
 
 
@@ -198,6 +200,7 @@ def benchmark_calls() -> Iterator[tuple[str, Callable[[], None]]]:
     usual = _small(CUDA_SHAPES[1])
     yield f"{_named('smgk', usual)}, dropout", partial(attend, "smgk", usual, dropout_p=0.1)
     yield f"{_named('smgk', usual)}, padding", partial(attend, "smgk", usual, is_padded=True)
+    yield f"{_named('smgk', usual)}, fp32", partial(attend, "smgk", usual, dtype=torch.float32)
     for preset in ("smgk", "mgk"):
         yield f"{_named(preset, usual)}, E-step", partial(responsibilities, preset, usual)
     # How many parts the keys are split into depends on the sizes: those of the benchmark, of a mixture.

@@ -317,8 +317,7 @@ class Call(TermsLayout):
         constants = self.constants
         has_bias = self.has_row or self.has_column
         return (
-            tuning.HAS_WARP_SPECIALISATION
-            and self.keys > 0
+            self.keys > 0
             and constants["D"] == constants["DV"]
             and not (constants["HAS_MASK"] or constants["HAS_RANGE"] or constants["PACKED"] or constants["DROPOUT"])
             and not (constants["CAUSAL"] and self.keys < self.queries)

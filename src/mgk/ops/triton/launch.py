@@ -20,7 +20,7 @@ from mgk.ops.triton.tuning import HAS_WARP_SPECIALISATION, Tile, is_interpreted
 
 hooks = triton.knobs.runtime
 # How a compiled version is started is no public matter: with a Triton that we have not seen, Triton starts it.
-KNOWN_VERSIONS = ((3, 4), (3, 6))
+KNOWN_VERSIONS = ((3, 4), (3, 9))
 IS_KNOWN = KNOWN_VERSIONS[0] <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= KNOWN_VERSIONS[1]
 _compiled: dict[tuple[Any, ...], Any] = {}
 

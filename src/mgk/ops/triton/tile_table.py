@@ -32,8 +32,9 @@ class Tile(NamedTuple):
     itself; not in a table, since :mod:`mgk.ops.triton.passes` knows whether there are terms"""
 
     def settings(self) -> dict[str, int | None]:
-        """What Triton calls them."""
+        """What Triton calls them. A product and a sum make one instruction, which is no longer the default of 3.10."""
         settings = {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+        settings["enable_fp_fusion"] = True
         return {**settings, "launch_pdl": True} if self.dependent_launch else settings
 
 

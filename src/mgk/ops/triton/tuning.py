@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -33,8 +34,12 @@ SECTION_BYTES = 2**25
 # Where shapes are inferred without a GPU: as an H200 has.
 MULTIPROCESSORS_ELSEWHERE = 132
 
-# Warp specialisation is written in Gluon, an experiment of Triton's that changes with each version.
-HAS_WARP_SPECIALISATION = triton.__version__.split(".")[:2] == ["3", "6"]
+# Warp specialisation is written in Gluon, an experiment of Triton's that changes with each version: the first and the
+# last with which benchmarks/compile_everywhere.py has compiled it.
+SPECIALISED_VERSIONS = ((3, 6), (3, 9))
+HAS_WARP_SPECIALISATION = (
+    SPECIALISED_VERSIONS[0] <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= SPECIALISED_VERSIONS[1]
+)
 # Read once, as Triton does when it meets a kernel; a compiler could not trace the question.
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
 _tuned: dict[tuple[Kernel, str], Tile] = {}
@@ -50,7 +55,27 @@ def choose_tile(kernel: Kernel, device: torch.device) -> Tile:
     if is_interpreted():
         return INTERPRETED
     architecture = _architecture(device.index or 0)
-    return _tuned.get((kernel, architecture)) or tile_table.attention_tile(kernel, architecture)
+    return _tuned.get((kernel, architecture)) or _from_table(kernel, architecture)
+
+
+def _from_table(kernel: Kernel, architecture: str) -> Tile:
+    tile = tile_table.attention_tile(kernel, architecture)
+    if tile.specialised and not HAS_WARP_SPECIALISATION:
+        _say_what_is_lost()
+        tile = tile_table.attention_tile(kernel._replace(fits_specialised=False), architecture)
+    return tile
+
+
+@functools.cache
+def _say_what_is_lost() -> None:
+    """Once in a process."""
+    first, last = (".".join(map(str, version)) for version in SPECIALISED_VERSIONS)
+    warnings.warn(
+        f"the fused forward kernel for wide heads on Hopper GPUs is written for Triton {first} to {last}, and this is "
+        f"Triton {triton.__version__}: attention with heads of 128 takes the kernel for all GPUs, which is right but "
+        f"slower; install one of those versions for the faster one",
+        stacklevel=2,
+    )
 
 
 def choose_decode_tile(width: int, key_tensors: int, device: torch.device) -> Tile:
@@ -114,7 +139,7 @@ def tune(kernel: Kernel, device: torch.device, launch: Callable[[Tile], object])
     key = (kernel, _architecture(device.index or 0))
     if key in _tuned or torch.cuda.is_current_stream_capturing():
         return
-    _tuned[key] = usual = tile_table.attention_tile(*key)
+    _tuned[key] = usual = _from_table(*key)
     times: dict[Tile, float] = {}
     for tile in dict.fromkeys([usual, *CANDIDATES]):
         try:
