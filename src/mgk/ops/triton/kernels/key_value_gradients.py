@@ -53,7 +53,10 @@ class Queries(NamedTuple):
     d_grad_out: tl.tensor
     i_batch: tl.tensor
     i_query_head: tl.tensor
+    i_head: tl.tensor
+    """among the query heads of all samples, int64"""
     p_reference: tl.tensor
+    """``[B, H, padded_queries]``, as ``delta``"""
     p_delta: tl.tensor
     p_second: tl.tensor | None = None
     """``row_second``, of two shifted keys"""
@@ -161,10 +164,7 @@ def attention_backward_key_value(
             )
             p_second = p_row_second + i_head * padded_queries if TWO_SHIFTS else None
             dropout = Dropout(p_row_random + i_head * padded_queries, b_column_random, threshold) if DROPOUT else None
-            queries = Queries(
-                d_query, d_grad_out, i_batch, i_query_head, p_reference + i_head * padded_queries,
-                p_delta + i_head * padded_queries, p_second,
-            )  # fmt: skip
+            queries = Queries(d_query, d_grad_out, i_batch, i_query_head, i_head, p_reference, p_delta, p_second)
             if CAUSAL:
                 for o_i in tl.range(span.first, span.full, BLOCK_I):
                     b_grad_key, b_grad_value, b_sum, b_both_sum = _gather(
@@ -229,11 +229,13 @@ def _gather(
     CAUSAL: tl.constexpr, case: tl.constexpr,
 ):  # fmt: skip
     """Add what one block of queries sends back to the block of keys. Pairs are transposed, ``[BLOCK_J, BLOCK_I]``."""
+    p_reference = queries.p_reference + queries.i_head * terms.padded_queries
+    p_delta = queries.p_delta + queries.i_head * terms.padded_queries
     o_rows = o_i + tl.arange(0, case.BLOCK_I)
     b_query = load_tile(queries.d_query, queries.i_batch, queries.i_query_head, o_i, case.BLOCK_I, case.D)
     b_grad_out = load_tile(queries.d_grad_out, queries.i_batch, queries.i_query_head, o_i, case.BLOCK_I, case.DV)
-    b_reference = load_terms(queries.p_reference, o_i, case.BLOCK_I)
-    b_delta = load_terms(queries.p_delta, o_i, case.BLOCK_I)
+    b_reference = load_terms(p_reference, o_i, case.BLOCK_I)
+    b_delta = load_terms(p_delta, o_i, case.BLOCK_I)
     b_product = tl.dot(columns.b_key, b_query.T, input_precision=case.INPUT_PRECISION)
     b_grad_weight = tl.dot(columns.b_value, b_grad_out.T, input_precision=case.INPUT_PRECISION)
     b_scale = component_scale(terms, columns.i_component)

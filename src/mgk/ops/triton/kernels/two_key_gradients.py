@@ -44,10 +44,11 @@ class TwoKeys(NamedTuple):
 class Gradients(NamedTuple):
     """What a program adds up."""
 
+    b_value: tl.tensor
+    """of the values, ``[BLOCK_J, DV]``"""
     b_first: tl.tensor
     """of the first key, ``[BLOCK_J, D]``"""
     b_second: tl.tensor
-    b_value: tl.tensor
     b_first_sum: tl.tensor
     """of the first column, ``[BLOCK_J, 4]``"""
     b_second_sum: tl.tensor
@@ -104,7 +105,7 @@ def attention_backward_two_keys(
         b_column_random = column_randoms(p_column_random + i_kv.to(tl.int64) * (padded_keys // 2), o_j)
     b_zero_key = tl.zeros([BLOCK_J, D], tl.float32)
     b_zero_sum = tl.zeros([BLOCK_J, 4], tl.float32)
-    gradients = Gradients(b_zero_key, b_zero_key, tl.zeros([BLOCK_J, DV], tl.float32), b_zero_sum, b_zero_sum)
+    gradients = Gradients(tl.zeros([BLOCK_J, DV], tl.float32), b_zero_key, b_zero_key, b_zero_sum, b_zero_sum)
     for g in range(group_size):
         i_query_head = i_kv_head * group_size + g
         i_head = (i_batch * num_heads + i_query_head).to(tl.int64)
@@ -117,10 +118,7 @@ def attention_backward_two_keys(
             num_queries, num_keys, span.causal_offset, p_own_mask, stride_mask_row, stride_mask_column
         )
         dropout = Dropout(p_row_random + i_head * padded_queries, b_column_random, threshold) if DROPOUT else None
-        queries = Queries(
-            d_query, d_grad_out, i_batch, i_query_head, p_reference + i_head * padded_queries,
-            p_delta + i_head * padded_queries,
-        )  # fmt: skip
+        queries = Queries(d_query, d_grad_out, i_batch, i_query_head, i_head, p_reference, p_delta)
         if CAUSAL:
             for o_i in tl.range(span.first, span.full, BLOCK_I):
                 gradients = _gather(
@@ -174,15 +172,17 @@ def _gather(
 ):  # fmt: skip
     """Add what one block of queries sends back to the block of both keys. Pairs are transposed,
     ``[BLOCK_J, BLOCK_I]``."""
+    p_reference = queries.p_reference + queries.i_head * padded_queries
+    p_delta = queries.p_delta + queries.i_head * padded_queries
     o_rows = o_i + tl.arange(0, case.BLOCK_I)
     b_query = load_tile(queries.d_query, queries.i_batch, queries.i_query_head, o_i, case.BLOCK_I, case.D)
     b_grad_out = load_tile(queries.d_grad_out, queries.i_batch, queries.i_query_head, o_i, case.BLOCK_I, case.DV)
-    b_first_row = finite(-load_terms(queries.p_reference, o_i, case.BLOCK_I))
+    b_first_row = finite(-load_terms(p_reference, o_i, case.BLOCK_I))
     b_second_row = b_first_row
     if p_row is not None:
         b_first_row += load_terms(p_row, o_i, case.BLOCK_I)
         b_second_row += load_terms(p_row + padded_queries, o_i, case.BLOCK_I)
-    b_delta = load_terms(queries.p_delta, o_i, case.BLOCK_I)
+    b_delta = load_terms(p_delta, o_i, case.BLOCK_I)
     b_first = tl.dot(columns.b_first_key, b_query.T, input_precision=case.INPUT_PRECISION) * columns.first_scale
     b_second = tl.dot(columns.b_second_key, b_query.T, input_precision=case.INPUT_PRECISION) * columns.second_scale
     b_first += b_first_row[None, :] + columns.b_first_column[:, None]
@@ -217,7 +217,7 @@ def _gather(
     else:
         b_first *= b_grad_weight
         b_second *= b_grad_weight
-    b_first_grad, b_second_grad, b_grad_value, b_first_sum, b_second_sum = gradients
+    b_grad_value, b_first_grad, b_second_grad, b_first_sum, b_second_sum = gradients
     if HAS_COLUMN:
         b_first_sum += partial_sums(b_first)
         b_second_sum += partial_sums(b_second)
@@ -225,4 +225,4 @@ def _gather(
     b_grad_value = tl.dot(b_kept_weight, b_grad_out, b_grad_value, input_precision=case.INPUT_PRECISION)
     b_first_grad = tl.dot(b_first.to(b_query.dtype), b_query, b_first_grad, input_precision=case.INPUT_PRECISION)
     b_second_grad = tl.dot(b_second.to(b_query.dtype), b_query, b_second_grad, input_precision=case.INPUT_PRECISION)
-    return Gradients(b_first_grad, b_second_grad, b_grad_value, b_first_sum, b_second_sum)
+    return Gradients(b_grad_value, b_first_grad, b_second_grad, b_first_sum, b_second_sum)
