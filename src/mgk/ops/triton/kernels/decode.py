@@ -1,24 +1,28 @@
-"""Few queries, many keys: a step of generation.
+"""Few queries, many keys: a step of generation, with split-KV.
 
 One program for each block of queries would leave most of a GPU idle while it walks through the cache. So the keys of a
-head are split between programs, each of which reads its share once and leaves an average, a maximum and a sum; a second
-kernel merges them by their log-sum-exp. Query heads that share a key head are rows of one block.
+head are split between programs, each of which reads its split once with online softmax and leaves a weighted sum of
+values, a maximum and a sum of weights; a second kernel merges them by their log-sum-exp. Query heads that share a key
+head are rows of one block.
 
     logit[i,j,r] = scale[r] q_i . k_jr + row[i,r] + constant[r] + column[j,r]
 
 in units of log 2. What belongs to a key alone is computed as the key passes by, so that nothing is read twice.
 
-A step waits for memory, so everything is arranged for that: keys and values go by descriptor into shared memory, where
-the matrix units read them, as the larger operand of their products (pairs are transposed, ``[keys, rows]``). Rows that
-no query needs hold the shifts, as sums of two halves each, whose products with the keys so cost nothing.
+A step waits for memory, so everything is arranged for that: keys and values go by TMA into shared memory, where the
+matrix units read them, as the larger operand of their products (pairs are transposed, ``[keys, rows]``). Rows that no
+query needs hold the shifts, as sums of two halves each, whose products with the keys so cost nothing.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.kernels.former_tiles import VARYING
+from mgk.ops.triton.kernels.terms import Prior, Shifts, load_shift
+from mgk.ops.triton.kernels.tiles import VARYING
 
 DECODE_VARYING = [*VARYING, "keys_per_split", "num_splits", "stride_key_component", "stride_mask_key"]
 
@@ -26,19 +30,78 @@ MASKS_TOGETHER = tl.constexpr(1024)
 """Entries of a mask that are looked at together."""
 
 
+class Step(NamedTuple):
+    """What the compiler knows of a step."""
+
+    M: tl.constexpr
+    SHARED_KEY: tl.constexpr
+    HARD: tl.constexpr
+    GAUSSIAN: tl.constexpr
+    HAS_SHIFT: tl.constexpr
+    PRIOR_BY_KEY: tl.constexpr
+    CAUSAL: tl.constexpr
+    INPUT_PRECISION: tl.constexpr
+    D: tl.constexpr
+    DV: tl.constexpr
+
+
+class Rows(NamedTuple):
+    """What a program holds of the queries of a group."""
+
+    b_query: tl.tensor
+    """``[ROWS, D]``; rows that no query needs hold the shifts"""
+    b_row: tl.tensor
+    """the row terms of each component, ``[8, ROWS]``"""
+    b_constant: tl.tensor
+    """what neither key nor query changes, ``[8]``"""
+    o_shift: tl.tensor
+    """which half of which shift a row holds: two for each component, from 0 on"""
+    m_row: tl.tensor
+    """which rows are queries"""
+    last_key: tl.tensor
+    """under causality the last key that a row sees"""
+
+
+class Cache(NamedTuple):
+    """The keys and values of one head: by descriptor, and by pointer where some of them are masked."""
+
+    d_key: tl.tensor
+    d_value: tl.tensor
+    i_batch: tl.tensor
+    i_kv_head: tl.tensor
+    p_key: tl.tensor
+    p_value: tl.tensor
+    p_mask: tl.tensor | None
+    stride_key_component: tl.tensor
+    stride_key_token: tl.tensor
+    stride_value_token: tl.tensor
+    stride_mask_key: tl.tensor
+    width: tl.tensor
+    value_width: tl.tensor
+    scale: tl.tensor
+    p_inverse_variance: tl.tensor | None
+
+
 @triton.jit(do_not_specialize=DECODE_VARYING)
 def decode_split(
-    d_key, d_value, p_query, p_key, p_value, p_shift, p_prior, p_scale, p_key_mask, p_partial, p_maximum, p_sum,
+    # tokens and the mixture
+    d_key, d_value, p_query, p_key, p_value, p_shift, p_prior, p_inverse_variance, p_key_mask,
+    # what is written
+    p_partial, p_maximum, p_sum,
+    # strides
     stride_query_batch, stride_query_head, stride_query_token, stride_key_batch, stride_key_head, stride_key_component,
     stride_key_token, stride_value_batch, stride_value_head, stride_value_token, stride_prior_head,
-    stride_prior_component, stride_prior_token, stride_mask_batch, stride_mask_key, scale, num_heads, group_size,
-    num_queries, num_keys, keys_per_split, num_splits, width, value_width,
+    stride_prior_component, stride_prior_token, stride_mask_batch, stride_mask_key,
+    # numbers
+    scale, num_heads, group_size, num_queries, num_keys, keys_per_split, num_splits, width, value_width,
+    # constants
     M: tl.constexpr, SHARED_KEY: tl.constexpr, HARD: tl.constexpr, GAUSSIAN: tl.constexpr, ONE_VARIANCE: tl.constexpr,
     HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr, PRIOR_BY_SAMPLE: tl.constexpr,
     HAS_KEY_MASK: tl.constexpr, CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """One program for one share of the keys of one key/value head: ``partial [.., rows, Dv]``, maximum and sum."""
+    """One program for one split of the keys of one key/value head: ``partial [.., rows, Dv]``, maximum and sum."""
+    step: tl.constexpr = Step(M, SHARED_KEY, HARD, GAUSSIAN, HAS_SHIFT, PRIOR_BY_KEY, CAUSAL, INPUT_PRECISION, D, DV)
     # Rows start at multiples of 16 bytes, as in `load_rows`.
     STEP: tl.constexpr = 128 // p_key.dtype.element_ty.primitive_bitwidth
     stride_key_batch = stride_key_batch // STEP * STEP
@@ -55,10 +118,10 @@ def decode_split(
     i_kv_head = i_kv % num_kv_heads
     if PRIOR_BY_SAMPLE:
         p_prior += i_batch.to(tl.int64) * num_kv_heads * stride_prior_head
+    prior = Prior(p_prior, stride_prior_head, stride_prior_component, stride_prior_token)
+    shifts = Shifts(p_shift, None, width)
     o_row = tl.arange(0, ROWS)
     o_d = tl.arange(0, D)
-    o_v = tl.arange(0, DV)
-    o_r = tl.arange(0, 8)
     num_rows = group_size * num_queries
     m_row = o_row < num_rows
     i_query = o_row % num_queries
@@ -67,15 +130,16 @@ def decode_split(
     p_rows += i_query * stride_query_token
     b_query = tl.load(p_rows[:, None] + o_d[None, :], mask=m_row[:, None] & (o_d < width)[None, :], other=0.0)
 
-    # Of each component what no key changes: a column for each.
+    # What no key changes, for each component: a column for each.
+    o_r = tl.arange(0, 8)
     b_rows = tl.zeros([8, ROWS], tl.float32)
     b_constant = tl.zeros([8], tl.float32)
     for r in tl.static_range(M):
-        b_scale = scale if ONE_VARIANCE else tl.load(p_scale + i_kv_head * M + r)
+        b_scale = scale if ONE_VARIANCE else tl.load(p_inverse_variance + i_kv_head * M + r)
         b_row = tl.zeros([ROWS], tl.float32)
         b_one = 0.0
         if HAS_SHIFT:
-            b_shift = tl.load(p_shift + (i_kv_head * M + r) * width + o_d, mask=o_d < width, other=0.0)
+            b_shift = load_shift(shifts, i_kv_head, r, M, D)
             b_row += tl.sum(b_query.to(tl.float32) * b_shift[None, :], 1)
             if GAUSSIAN:
                 b_one -= 0.5 * tl.sum(b_shift * b_shift, 0)
@@ -88,55 +152,51 @@ def decode_split(
             b_one += b_prior * 1.4426950408889634
         b_constant += tl.where(o_r == r, b_one, 0.0)
     # Two rows for the shift of each component: the number that the tokens' format holds, and what is missing from it.
-    o_half = o_row - num_rows
+    o_shift = o_row - num_rows
     if GAUSSIAN and HAS_SHIFT:
-        m_half = (o_half >= 0) & (o_half < 2 * M)
-        p_own = p_shift + (i_kv_head * M + o_half // 2)[:, None] * width + o_d[None, :]
-        b_shift = tl.load(p_own, mask=m_half[:, None] & (o_d < width)[None, :], other=0.0)
+        m_shift = (o_shift >= 0) & (o_shift < 2 * M)
+        p_own = p_shift + (i_kv_head * M + o_shift // 2)[:, None] * width + o_d[None, :]
+        b_shift = tl.load(p_own, mask=m_shift[:, None] & (o_d < width)[None, :], other=0.0)
         b_high = b_shift.to(b_query.dtype)
         b_low = (b_shift - b_high.to(tl.float32)).to(b_query.dtype)
-        b_query += tl.where(o_half[:, None] % 2 == 0, b_high, b_low)
+        b_query += tl.where(o_shift[:, None] % 2 == 0, b_high, b_low)
 
     first_key = i_split * keys_per_split
     end_key = tl.minimum(first_key + keys_per_split, num_keys)
     first_full = first_key
     end_full = end_key
     if HAS_KEY_MASK:
-        first_key, first_full, end_full, end_key = _seen_range(
-            p_key_mask + i_batch.to(tl.int64) * stride_mask_batch, first_key, end_key, stride_mask_key, BLOCK_J
-        )
+        p_key_mask += i_batch.to(tl.int64) * stride_mask_batch
+        first_key, first_full, end_full, end_key = _seen_range(p_key_mask, first_key, end_key, stride_mask_key, BLOCK_J)
     p_key += i_batch.to(tl.int64) * stride_key_batch + i_kv_head.to(tl.int64) * stride_key_head
     p_value += i_batch.to(tl.int64) * stride_value_batch + i_kv_head.to(tl.int64) * stride_value_head
+    rows = Rows(b_query, b_rows, b_constant, o_shift, m_row, i_query + num_keys - num_queries)
+    cache = Cache(
+        d_key, d_value, i_batch, i_kv_head, p_key, p_value, p_key_mask, stride_key_component, stride_key_token,
+        stride_value_token, stride_mask_key, width, value_width, scale, p_inverse_variance,
+    )  # fmt: skip
     b_out = tl.zeros([DV, ROWS], tl.float32)
     b_sum = tl.zeros([ROWS], tl.float32)
     b_maximum = tl.full([ROWS], float("-inf"), tl.float32)
     for o_first in tl.range(first_full, end_full, BLOCK_J):
-        b_out, b_sum, b_maximum = _attend_to_cache(
-            b_out, b_sum, b_maximum, b_query, b_rows, b_constant, d_key, d_value, p_key, p_value, p_shift, p_prior,
-            p_scale, p_key_mask, i_batch, i_kv_head, i_query, m_row, o_half, o_first, end_full, stride_key_component,
-            stride_key_token, stride_value_token, stride_prior_head, stride_prior_component, stride_prior_token,
-            stride_mask_batch, stride_mask_key, scale, num_queries, num_keys, width, value_width,
-            M, SHARED_KEY, HARD, GAUSSIAN, ONE_VARIANCE, HAS_SHIFT, PRIOR_BY_KEY, False, CAUSAL, INPUT_PRECISION, BLOCK_J, D, DV,
-        )  # fmt: skip
+        b_out, b_sum, b_maximum = _attend(
+            b_out, b_sum, b_maximum, rows, cache, prior, o_first, end_full, False, BLOCK_J, step
+        )
     if HAS_KEY_MASK:
         # Blocks of which some keys are masked: those before the others and those after them, or all if there are gaps.
-        # So small that they are no work for a warp group: of products of one, whose operands come through registers,
-        # Triton 3.6 made reads outside of shared memory here.
+        # They are so small that they are no work for a warp group: in products of one, whose operands come through
+        # registers, Triton 3.6 read outside of shared memory here.
         PART: tl.constexpr = min(BLOCK_J, 32)
         before = (first_full - first_key) // PART
         after = (end_key - end_full + PART - 1) // PART
         for i in range(before + after):
             o_first = tl.where(i < before, first_key + i * PART, end_full + (i - before) * PART)
-            b_out, b_sum, b_maximum = _attend_to_cache(
-                b_out, b_sum, b_maximum, b_query, b_rows, b_constant, d_key, d_value, p_key, p_value, p_shift, p_prior,
-                p_scale, p_key_mask, i_batch, i_kv_head, i_query, m_row, o_half, o_first, end_key,
-                stride_key_component, stride_key_token, stride_value_token, stride_prior_head, stride_prior_component,
-                stride_prior_token, stride_mask_batch, stride_mask_key, scale, num_queries, num_keys, width,
-                value_width,
-                M, SHARED_KEY, HARD, GAUSSIAN, ONE_VARIANCE, HAS_SHIFT, PRIOR_BY_KEY, True, CAUSAL, INPUT_PRECISION, PART, D, DV,
-            )  # fmt: skip
+            b_out, b_sum, b_maximum = _attend(
+                b_out, b_sum, b_maximum, rows, cache, prior, o_first, end_key, True, PART, step
+            )
 
     o_own = (i_kv.to(tl.int64) * num_splits + i_split) * num_rows + o_row
+    o_v = tl.arange(0, DV)
     tl.store(p_maximum + o_own, b_maximum, mask=m_row)
     tl.store(p_sum + o_own, b_sum, mask=m_row)
     tl.store(p_partial + o_own[None, :] * DV + o_v[:, None], b_out, mask=m_row[None, :])
@@ -144,17 +204,17 @@ def decode_split(
 
 @triton.jit
 def _seen_range(p_key_mask, first_key, end_key, stride_mask_key, BLOCK_J: tl.constexpr):
-    """``first, first_full, end_full, end``: keys ``first ... end`` hold all that is seen of a share; of blocks
-    ``first_full ... end_full`` every key is. The cache of a padded prompt is seen in one piece."""
+    """``first, first_full, end_full, end``: keys ``first ... end`` hold all that is seen of a split; in the blocks
+    ``first_full ... end_full`` every key is seen. The cache of a padded prompt is seen in one piece."""
     first = end_key
     end = first_key
     count = 0
     for o_first in range(first_key, end_key, MASKS_TOGETHER):
         o_j = o_first + tl.arange(0, MASKS_TOGETHER)
-        b_seen = tl.load(p_key_mask + o_j.to(tl.int64) * stride_mask_key, mask=o_j < end_key, other=0) != 0
-        first = tl.minimum(first, tl.min(tl.where(b_seen, o_j, end_key), 0))
-        end = tl.maximum(end, tl.max(tl.where(b_seen, o_j + 1, first_key), 0))
-        count += tl.sum(b_seen.to(tl.int32), 0)
+        m_seen = tl.load(p_key_mask + o_j.to(tl.int64) * stride_mask_key, mask=o_j < end_key, other=0) != 0
+        first = tl.minimum(first, tl.min(tl.where(m_seen, o_j, end_key), 0))
+        end = tl.maximum(end, tl.max(tl.where(m_seen, o_j + 1, first_key), 0))
+        count += tl.sum(m_seen.to(tl.int32), 0)
     is_whole = count == end - first
     first_full = (first + BLOCK_J - 1) // BLOCK_J * BLOCK_J
     end_full = end // BLOCK_J * BLOCK_J
@@ -166,60 +226,58 @@ def _seen_range(p_key_mask, first_key, end_key, stride_mask_key, BLOCK_J: tl.con
 
 
 @triton.jit
-def _attend_to_cache(
-    b_out, b_sum, b_maximum, b_query, b_rows, b_constant, d_key, d_value, p_key, p_value, p_shift, p_prior, p_scale,
-    p_key_mask, i_batch, i_kv_head, i_query, m_row, o_half, o_first, end_key, stride_key_component, stride_key_token,
-    stride_value_token, stride_prior_head, stride_prior_component, stride_prior_token, stride_mask_batch,
-    stride_mask_key, scale, num_queries, num_keys, width, value_width,
-    M: tl.constexpr, SHARED_KEY: tl.constexpr, HARD: tl.constexpr, GAUSSIAN: tl.constexpr, ONE_VARIANCE: tl.constexpr,
-    HAS_SHIFT: tl.constexpr, PRIOR_BY_KEY: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+def _attend(
+    b_out, b_sum, b_maximum, rows, cache, prior, o_first, end_key,
+    MASKED: tl.constexpr, BLOCK_J: tl.constexpr, step: tl.constexpr,
 ):  # fmt: skip
-    """Add one block of keys under a running maximum. ``MASKED``: what stands at masked keys is not read."""
+    """Add one block of keys with online softmax. ``MASKED``: what stands at masked keys is not read."""
+    ROWS: tl.constexpr = rows.b_query.shape[0]
     o_j = o_first + tl.arange(0, BLOCK_J)
-    o_d = tl.arange(0, D)
-    o_v = tl.arange(0, DV)
+    o_d = tl.arange(0, step.D)
+    o_v = tl.arange(0, step.DV)
     o_r = tl.arange(0, 8)
-    b_valid = o_j < end_key
+    m_valid = o_j < end_key
     if MASKED:
-        p_mask = p_key_mask + i_batch.to(tl.int64) * stride_mask_batch + o_j.to(tl.int64) * stride_mask_key
-        b_valid = b_valid & (tl.load(p_mask, mask=b_valid, other=0) != 0)
-    b_seen = b_valid[:, None] & m_row[None, :]
-    if CAUSAL:
-        b_seen = b_seen & (o_j[:, None] <= (i_query + num_keys - num_queries)[None, :])
+        p_mask = cache.p_mask + o_j.to(tl.int64) * cache.stride_mask_key
+        m_valid = m_valid & (tl.load(p_mask, mask=m_valid, other=0) != 0)
+    m_seen = m_valid[:, None] & rows.m_row[None, :]  # [BLOCK_J, ROWS]
+    if step.CAUSAL:
+        m_seen = m_seen & (o_j[:, None] <= rows.last_key[None, :])
     b_norm = tl.zeros([BLOCK_J], tl.float32)
-    b_product = tl.zeros([BLOCK_J, b_query.shape[0]], tl.float32)
-    b_weight = tl.zeros([BLOCK_J, b_query.shape[0]], tl.float32)
-    b_best = tl.full([BLOCK_J, b_query.shape[0]], float("-inf"), tl.float32)
+    b_product = tl.zeros([BLOCK_J, ROWS], tl.float32)
+    b_weight = tl.zeros([BLOCK_J, ROWS], tl.float32)
+    b_best = tl.full([BLOCK_J, ROWS], float("-inf"), tl.float32)
     b_before = b_maximum
-    for r in tl.static_range(M):
-        if r == 0 or not SHARED_KEY:
+    for r in tl.static_range(step.M):
+        if r == 0 or not step.SHARED_KEY:
             if MASKED:
-                p_tile = p_key + r * stride_key_component + o_j.to(tl.int64)[:, None] * stride_key_token
-                m_tile = b_valid[:, None] & (o_d < width)[None, :]
+                p_tile = cache.p_key + r * cache.stride_key_component
+                p_tile += o_j.to(tl.int64)[:, None] * cache.stride_key_token
+                m_tile = m_valid[:, None] & (o_d < cache.width)[None, :]
                 b_key = tl.load(p_tile + o_d[None, :], mask=m_tile, other=0.0)
             else:
-                b_key = d_key.load([i_batch, i_kv_head, r, o_first, 0]).reshape(BLOCK_J, D)
-            b_product = tl.dot(b_key, b_query.T, input_precision=INPUT_PRECISION)
-            if GAUSSIAN:
+                b_key = cache.d_key.load([cache.i_batch, cache.i_kv_head, r, o_first, 0]).reshape(BLOCK_J, step.D)
+            b_product = tl.dot(b_key, rows.b_query.T, input_precision=step.INPUT_PRECISION)
+            if step.GAUSSIAN:
                 b_norm = 0.5 * tl.sum(b_key.to(tl.float32) * b_key.to(tl.float32), 1)
-        b_scale = scale if ONE_VARIANCE else tl.load(p_scale + i_kv_head * M + r)
+        p_scale = cache.p_inverse_variance
+        b_scale = cache.scale if p_scale is None else tl.load(p_scale + cache.i_kv_head * step.M + r)
         b_column = b_norm
-        if GAUSSIAN and HAS_SHIFT:
-            m_own = (o_half == 2 * r) | (o_half == 2 * r + 1)
+        if step.GAUSSIAN and step.HAS_SHIFT:
+            m_own = (rows.o_shift == 2 * r) | (rows.o_shift == 2 * r + 1)
             b_column += tl.sum(tl.where(m_own[None, :], b_product, 0.0), 1)
-        b_column = tl.sum(tl.where(o_r == r, b_constant, 0.0), 0) - b_scale * b_column
-        if PRIOR_BY_KEY:
-            p_own = p_prior + i_kv_head * stride_prior_head + r * stride_prior_component
-            b_prior = tl.load(p_own + o_j.to(tl.int64) * stride_prior_token, mask=b_valid, other=0.0)
+        b_column = tl.sum(tl.where(o_r == r, rows.b_constant, 0.0), 0) - b_scale * b_column
+        if step.PRIOR_BY_KEY:
+            p_own = prior.p_prior + cache.i_kv_head * prior.stride_head + r * prior.stride_component
+            b_prior = tl.load(p_own + o_j.to(tl.int64) * prior.stride_token, mask=m_valid, other=0.0)
             b_column += b_prior * 1.4426950408889634
-        b_row = tl.sum(tl.where(o_r[:, None] == r, b_rows, 0.0), 0)
+        b_row = tl.sum(tl.where(o_r[:, None] == r, rows.b_row, 0.0), 0)
         b_logit = b_product * b_scale + (b_row[None, :] + b_column[:, None])
-        b_logit = tl.where(b_seen, b_logit, float("-inf"))
-        if HARD:
+        b_logit = tl.where(m_seen, b_logit, float("-inf"))  # [BLOCK_J, ROWS]
+        if step.HARD:
             b_best = tl.maximum(b_best, b_logit)
             b_logit = b_best
-        if not HARD or r == M - 1:
+        if not step.HARD or r == step.M - 1:
             b_new = tl.maximum(b_maximum, tl.max(b_logit, 0))
             # Nothing seen so far: any finite stand-in keeps exp(-inf - stand-in) = 0.
             b_stand_in = tl.where(b_new == float("-inf"), 0.0, b_new)
@@ -230,17 +288,17 @@ def _attend_to_cache(
     b_decay = tl.math.exp2(b_before - b_stand_in)
     b_sum = b_sum * b_decay + tl.sum(b_weight, 0)
     if MASKED:
-        p_tile = p_value + o_j.to(tl.int64)[:, None] * stride_value_token + o_v[None, :]
-        b_value = tl.load(p_tile, mask=b_valid[:, None] & (o_v < value_width)[None, :], other=0.0)
+        p_tile = cache.p_value + o_j.to(tl.int64)[:, None] * cache.stride_value_token + o_v[None, :]
+        b_value = tl.load(p_tile, mask=m_valid[:, None] & (o_v < cache.value_width)[None, :], other=0.0)
     else:
-        b_value = d_value.load([i_batch, i_kv_head, o_first, 0]).reshape(BLOCK_J, DV)
+        b_value = cache.d_value.load([cache.i_batch, cache.i_kv_head, o_first, 0]).reshape(BLOCK_J, step.DV)
     b_weight = b_weight.to(b_value.dtype)
     b_out *= b_decay[None, :]
     if MASKED:
         # The other way round it is no work for a warp group, see `decode_split`.
-        b_out += tl.dot(b_weight.T, b_value, input_precision=INPUT_PRECISION).T
+        b_out += tl.dot(b_weight.T, b_value, input_precision=step.INPUT_PRECISION).T
     else:
-        b_out = tl.dot(b_value.T, b_weight, b_out, input_precision=INPUT_PRECISION)
+        b_out = tl.dot(b_value.T, b_weight, b_out, input_precision=step.INPUT_PRECISION)
     return b_out, b_sum, b_maximum
 
 
@@ -248,7 +306,7 @@ def _attend_to_cache(
 def decode_merge(
     p_partial, p_maximum, p_sum, p_out, num_splits, num_rows, value_width, SPLITS: tl.constexpr, DV: tl.constexpr
 ):
-    """One program for one row: the shares weighed by their maxima and sums. A row that sees nothing is 0."""
+    """One program for one row: the splits are weighed by their maxima and sums. A row that sees nothing is 0."""
     i_row = tl.program_id(0) % num_rows
     i_kv = (tl.program_id(0) // num_rows).to(tl.int64)
     o_v = tl.arange(0, DV)

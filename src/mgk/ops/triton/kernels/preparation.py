@@ -1,29 +1,69 @@
 """Small kernels that run before the large ones: terms of the logits in units of log 2, ranges of valid tokens, and
 random numbers for dropout.
 
-logit[i,j,r] = scale[r] q_i . k_jr + row[i,r] + column[j,r]
+    logit[i,j,r] = scale[r] q_i . k_jr + row[i,r] + column[j,r]
 
-gaussian:  column[j,r] = log_prior[r] - scale[r] (|k_jr|^2 / 2 + (k_j - origin) . shift_r + |shift_r|^2 / 2)
-           row[i,r]    = scale[r] (q_i - origin) . shift_r          minus scale[r] |q_i|^2 / 2 if variances differ
-dot:       column[j,r] = log_prior[r]          row[i,r] = scale[r] q_i . shift_r
+    gaussian:  column[j,r] = log_prior[r] - scale[r] (|k_jr|^2 / 2 + (k_j - origin) . shift_r + |shift_r|^2 / 2)
+               row[i,r]    = scale[r] (q_i - origin) . shift_r          less scale[r] |q_i|^2 / 2 if variances differ
+    dot:       column[j,r] = log_prior[r]          row[i,r] = scale[r] q_i . shift_r
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.kernels.former_tiles import HEAD_NUMBERS, VARYING, finite, load_rows, mark_unfactored, place, safe_ratio
+from mgk.ops.triton.kernels.terms import (
+    Prior,
+    Shifts,
+    Terms,
+    finite,
+    load_shift,
+    mark_unfactored,
+    place,
+    safe_ratio,
+)
+from mgk.ops.triton.kernels.tiles import HEAD_NUMBERS, VARYING, Tokens, load_tokens
+
+
+class Kind(NamedTuple):
+    """What the compiler knows of the terms that are made."""
+
+    M: tl.constexpr
+    SHARED_KEY: tl.constexpr
+    TWO_SHIFTS: tl.constexpr
+    HARD: tl.constexpr
+    GAUSSIAN: tl.constexpr
+    HAS_NORM: tl.constexpr
+    """rows hold the squared norm of their query"""
+    BLOCK: tl.constexpr
+    D: tl.constexpr
+
+
+class First(NamedTuple):
+    """What is found from the first valid query and key of a head."""
+
+    b_origin: tl.tensor
+    """what the two have in common, as in MixtureProblem.origin, ``[D]``"""
+    b_level: tl.tensor
+    """about their logit; columns are given without it"""
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def logit_terms(
-    p_query, p_key, p_shift, p_prior, p_scale, p_origin, p_key_mask, p_query_range, p_key_range, p_row, p_row_second,
-    p_column, p_column_second, p_unscaled, p_unfactored, p_level, stride_query_batch, stride_query_head, stride_query_token,
-    stride_key_batch, stride_key_head, stride_key_token, stride_prior_head, stride_prior_component,
-    stride_prior_token, scale, limit, largest_level,
-    num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_row_programs, blocks_together,
-    width,
+    # what is read
+    p_query, p_key, p_shift, p_prior, p_inverse_variance, p_origin, p_key_mask, p_query_range, p_key_range,
+    # what is written; the origin is, too
+    p_row, p_row_second, p_column, p_column_second, p_unscaled, p_unfactored, p_level,
+    # strides
+    stride_query_batch, stride_query_head, stride_query_token, stride_key_batch, stride_key_head, stride_key_token,
+    stride_prior_head, stride_prior_component, stride_prior_token,
+    # numbers
+    scale, limit, largest_level, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys,
+    num_row_programs, blocks_together, width,
+    # constants
     M: tl.constexpr, SHARED_KEY: tl.constexpr, TWO_SHIFTS: tl.constexpr, HARD: tl.constexpr, GAUSSIAN: tl.constexpr,
     HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_SAMPLE: tl.constexpr, HAS_NORM: tl.constexpr,
     HAS_ORIGIN: tl.constexpr, HAS_KEY_MASK: tl.constexpr, HAS_RANGE: tl.constexpr, HAS_LEVEL: tl.constexpr,
@@ -33,12 +73,12 @@ def logit_terms(
     """The first programs make rows, the others columns: one launch, since both wait for memory. Each makes some blocks
     of them, since what is found from first tokens takes as long as a block.
 
-    ``origin [B, Hkv, D]`` is what the first valid query and key have in common, as in MixtureProblem.origin, and
-    ``level [B, Hkv]`` about what the first query and key have as a logit: columns are given without it.
-    ``DEPENDENT_LAUNCH``: the next kernel may begin, since it waits for this one itself.
+    ``origin [B, Hkv, D]`` and ``level [B, Hkv]`` are those of :class:`First`. ``DEPENDENT_LAUNCH``: the next kernel may
+    begin (programmatic dependent launch), since it waits for this one itself.
     """
     if DEPENDENT_LAUNCH:
         tl.extra.cuda.gdc_launch_dependents()
+    kind: tl.constexpr = Kind(M, SHARED_KEY, TWO_SHIFTS, HARD, GAUSSIAN, HAS_NORM, BLOCK, D)
     i_program = tl.program_id(0)
     num_kv_heads = num_heads // group_size
     is_row = i_program < num_row_programs
@@ -53,19 +93,21 @@ def logit_terms(
     i_kv = i_batch * num_kv_heads + i_kv_head
     if PRIOR_BY_SAMPLE:
         p_prior += i_batch.to(tl.int64) * num_kv_heads * stride_prior_head
+    queries = Tokens(p_query, stride_query_batch, stride_query_head, stride_query_token, num_queries, width)
+    keys = Tokens(p_key, stride_key_batch, stride_key_head, stride_key_token, num_keys, width)
+    shifts = Shifts(p_shift, None, width)
+    prior = Prior(p_prior, stride_prior_head, stride_prior_component, stride_prior_token)
+    # These are the terms of all heads.
+    terms = Terms(p_row, p_column, p_inverse_variance, scale, padded_queries, padded_keys, p_column_second, p_unscaled)
     b_origin = tl.zeros([D], tl.float32)
     b_level = 0.0
     if HAS_ORIGIN or HAS_LEVEL:
         first_query = tl.load(p_query_range + 2 * i_batch) if HAS_RANGE else 0
         first_key = tl.load(p_key_range + 2 * i_batch) if HAS_RANGE else 0
-        b_first_query = load_rows(
-            p_query, stride_query_batch, stride_query_head, stride_query_token, i_batch, i_kv_head * group_size,
-            first_query, num_queries, width, 1, D,
-        ).reshape(D).to(tl.float32)  # fmt: skip
-        b_first_key = load_rows(
-            p_key, stride_key_batch, stride_key_head, stride_key_token, i_batch,
-            i_kv_head if SHARED_KEY else i_kv_head * M, first_key, num_keys, width, 1, D,
-        ).reshape(D).to(tl.float32)  # fmt: skip
+        b_first_query = load_tokens(queries, i_batch, i_kv_head * group_size, first_query, 1, D)
+        b_first_query = b_first_query.reshape(D).to(tl.float32)
+        b_first_key = load_tokens(keys, i_batch, i_kv_head if SHARED_KEY else i_kv_head * M, first_key, 1, D)
+        b_first_key = b_first_key.reshape(D).to(tl.float32)
         if HAS_LEVEL:
             b_level = scale * tl.sum((b_first_query - 0.5 * b_first_key) * b_first_key, 0)
             if PRIOR_BY_SAMPLE:
@@ -81,128 +123,120 @@ def logit_terms(
         if HAS_ORIGIN:
             b_smaller = tl.where(tl.abs(b_first_query) < tl.abs(b_first_key), b_first_query, b_first_key)
             # NaN and infinity have nothing in common with anything.
-            b_agree = b_first_query * b_first_key > 0.0
-            b_agree = b_agree & (tl.abs(b_first_query) < float("inf")) & (tl.abs(b_first_key) < float("inf"))
-            b_origin = tl.where(b_agree, b_smaller, 0.0)
+            m_agree = b_first_query * b_first_key > 0.0
+            m_agree = m_agree & (tl.abs(b_first_query) < float("inf")) & (tl.abs(b_first_key) < float("inf"))
+            b_origin = tl.where(m_agree, b_smaller, 0.0)
             if is_row == 0 and i_first == 0:
                 tl.store(p_origin + i_kv.to(tl.int64) * D + tl.arange(0, D), b_origin)
+    first = First(b_origin, b_level)
     for i_block in range(i_first, tl.minimum(i_first + blocks_together, num_blocks)):
         o_first = i_block * BLOCK
         if is_row:
             if HAS_ROW:
-                b_query = load_rows(
-                    p_query, stride_query_batch, stride_query_head, stride_query_token, i_batch, i_head, o_first,
-                    num_queries, width, BLOCK, D,
-                )  # fmt: skip
+                b_query = load_tokens(queries, i_batch, i_head, o_first, BLOCK, D).to(tl.float32)
+                i_row_head = i_batch * num_heads + i_head
                 _row_terms(
-                    b_query.to(tl.float32), b_origin, p_shift, p_scale, p_row, p_row_second, p_unfactored,
-                    i_batch * num_heads + i_head,
-                    i_kv_head, i_kv, o_first, scale, limit, padded_queries, width,
-                    M, TWO_SHIFTS and not HARD, HAS_SHIFT, HAS_NORM, HAS_ORIGIN, ONE_VARIANCE, BLOCK, D,
+                    b_query, b_origin, shifts, terms, p_row_second, p_unfactored, i_row_head, i_kv_head, i_kv, o_first,
+                    limit, HAS_ORIGIN, kind,
                 )  # fmt: skip
         elif HAS_COLUMN:
             _column_terms(
-                p_key, b_origin, b_level, p_shift, p_prior, p_scale, p_key_mask, p_column, p_column_second, p_unscaled, p_unfactored,
-                i_batch, i_kv_head, i_kv, o_first, stride_key_batch, stride_key_head, stride_key_token,
-                stride_prior_head, stride_prior_component, stride_prior_token, scale, limit, num_keys, padded_keys,
-                width,
-                M, SHARED_KEY, TWO_SHIFTS, HARD, GAUSSIAN, HAS_SHIFT, HAS_PRIOR, HAS_KEY_MASK, FROM_BIAS, ONE_VARIANCE, BLOCK, D,
+                keys, first, shifts, prior, terms, p_key_mask, p_unfactored, i_batch, i_kv_head, i_kv, o_first, limit,
+                kind,
             )  # fmt: skip
 
 
 @triton.jit
 def _column_terms(
-    p_key, b_origin, b_level, p_shift, p_prior, p_scale, p_key_mask, p_column, p_column_second, p_unscaled, p_unfactored, i_batch,
-    i_kv_head, i_kv, o_first,
-    stride_batch, stride_head, stride_token, stride_prior_head, stride_prior_component, stride_prior_token, scale,
-    limit, num_keys, padded_keys, width,
-    M: tl.constexpr, SHARED_KEY: tl.constexpr, TWO_SHIFTS: tl.constexpr, HARD: tl.constexpr, GAUSSIAN: tl.constexpr,
-    HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, HAS_KEY_MASK: tl.constexpr, FROM_BIAS: tl.constexpr,
-    ONE_VARIANCE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+    keys, first, shifts, prior, terms, p_key_mask, p_unfactored, i_batch, i_kv_head, i_kv, o_first, limit,
+    kind: tl.constexpr,
 ):  # fmt: skip
-    """``column [B, Hkv, M, padded]``, -inf at masked keys and beyond the end, and ``rho`` of a pair: by what factor the
-    second component weighs more, or how far the first lies above it if the choice is hard. ``FROM_BIAS``: and
-    ``unscaled``, columns to which products may be added before they are scaled."""
-    o_j = o_first + tl.arange(0, BLOCK)
-    o_d = tl.arange(0, D)
-    b_valid = o_j < num_keys
-    if HAS_KEY_MASK:
-        b_valid = b_valid & (tl.load(p_key_mask + i_batch.to(tl.int64) * num_keys + o_j, mask=b_valid, other=0) != 0)
-    b_key = tl.zeros([BLOCK, D], tl.float32)
-    b_norm = tl.zeros([BLOCK], tl.float32)
-    b_first = tl.zeros([BLOCK], tl.float32)
-    inverse = 1.0 / scale
-    for r in tl.static_range(M):
-        b_scale = scale if ONE_VARIANCE else tl.load(p_scale + i_kv_head * M + r)
-        b_column = tl.zeros([BLOCK], tl.float32)
-        if GAUSSIAN:
-            if r == 0 or not SHARED_KEY:
-                i_key_head = i_kv_head if SHARED_KEY else i_kv_head * M + r
-                b_key = load_rows(
-                    p_key, stride_batch, stride_head, stride_token, i_batch, i_key_head, o_first, num_keys, width,
-                    BLOCK, D,
-                ).to(tl.float32)  # fmt: skip
+    """Write ``column [B, Hkv, M, padded]``, -inf at masked keys and beyond the end; for two shifted keys also
+    ``column_second [B, Hkv, padded]`` and, where products are added before they are scaled, ``unscaled``."""
+    o_j = o_first + tl.arange(0, kind.BLOCK)
+    m_valid = o_j < keys.length
+    if p_key_mask is not None:
+        p_own_mask = p_key_mask + i_batch.to(tl.int64) * keys.length + o_j
+        m_valid = m_valid & (tl.load(p_own_mask, mask=m_valid, other=0) != 0)
+    b_key = tl.zeros([kind.BLOCK, kind.D], tl.float32)
+    b_norm = tl.zeros([kind.BLOCK], tl.float32)
+    b_first = tl.zeros([kind.BLOCK], tl.float32)
+    inverse = 1.0 / terms.scale
+    for r in tl.static_range(kind.M):
+        b_scale = _scale_of(terms, i_kv_head, r, kind.M)
+        b_column = tl.zeros([kind.BLOCK], tl.float32)
+        if kind.GAUSSIAN:
+            if r == 0 or not kind.SHARED_KEY:
+                i_key_head = i_kv_head if kind.SHARED_KEY else i_kv_head * kind.M + r
+                b_key = load_tokens(keys, i_batch, i_key_head, o_first, kind.BLOCK, kind.D).to(tl.float32)
                 b_norm = 0.5 * tl.sum(b_key * b_key, 1)
             b_column = b_norm
-            if HAS_SHIFT:
-                b_shift = tl.load(p_shift + (i_kv_head * M + r) * width + o_d, mask=o_d < width, other=0.0)
-                b_distance = 0.5 * b_shift - b_origin
+            if shifts.p_shift is not None:
+                b_shift = load_shift(shifts, i_kv_head, r, kind.M, kind.D)
+                b_distance = 0.5 * b_shift - first.b_origin
                 b_column += tl.sum(b_key * b_shift[None, :], 1) + tl.sum(b_distance * b_shift, 0)
             b_column = -b_scale * b_column
-        if HAS_PRIOR:
-            p_own = p_prior + i_kv_head * stride_prior_head + r * stride_prior_component
-            b_prior = tl.load(p_own + o_j.to(tl.int64) * stride_prior_token, mask=o_j < num_keys, other=0.0)
+        if prior.p_prior is not None:
+            p_own = prior.p_prior + i_kv_head * prior.stride_head + r * prior.stride_component
+            b_prior = tl.load(p_own + o_j.to(tl.int64) * prior.stride_token, mask=o_j < keys.length, other=0.0)
             # Scaled terms are in units of log 2 already.
             b_column += b_prior * 1.4426950408889634
-        b_column = tl.where(b_valid, b_column - b_level, float("-inf"))
-        o_own = (i_kv.to(tl.int64) * M + r) * padded_keys + place(o_j)
-        tl.store(p_column + o_own, b_column)
-        if FROM_BIAS:
+        b_column = tl.where(m_valid, b_column - first.b_level, float("-inf"))  # [BLOCK]
+        o_own = (i_kv.to(tl.int64) * kind.M + r) * terms.padded_keys + place(o_j)
+        tl.store(terms.p_column + o_own, b_column)
+        if terms.p_unscaled is not None:
             # Many threads hold the same column: to divide each would take them long.
-            tl.store(p_unscaled + o_own, b_column * inverse)
-        if TWO_SHIFTS:
+            tl.store(terms.p_unscaled + o_own, b_column * inverse)
+        if kind.TWO_SHIFTS:
             if r == 0:
                 b_first = b_column
-            elif HARD:
-                tl.store(p_column_second + i_kv.to(tl.int64) * padded_keys + place(o_j), finite(b_first) - finite(b_column))
+            elif kind.HARD:
+                p_second = terms.p_column_second + i_kv.to(tl.int64) * terms.padded_keys
+                tl.store(p_second + place(o_j), finite(b_first) - finite(b_column))
             else:
                 b_ratio = safe_ratio(b_column - b_first, limit)
                 b_ratio = tl.where(b_column == float("-inf"), 0.0, b_ratio)
-                tl.store(p_column_second + i_kv.to(tl.int64) * padded_keys + place(o_j), b_ratio)
+                p_second = terms.p_column_second + i_kv.to(tl.int64) * terms.padded_keys
+                tl.store(p_second + place(o_j), b_ratio)
                 mark_unfactored(p_unfactored, i_kv, b_ratio)
 
 
 @triton.jit
 def _row_terms(
-    b_query, b_origin, p_shift, p_scale, p_row, p_row_second, p_unfactored, i_head, i_kv_head, i_kv, o_first, scale, limit,
-    padded_queries, width,
-    M: tl.constexpr, FACTORED: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_ORIGIN: tl.constexpr, ONE_VARIANCE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+    b_query, b_origin, shifts, terms, p_row_second, p_unfactored, i_head, i_kv_head, i_kv, o_first, limit,
+    HAS_ORIGIN: tl.constexpr, kind: tl.constexpr,
 ):  # fmt: skip
-    """``row [B, H, M, padded]`` and ``alpha`` of a pair, which the forward kernel makes itself."""
-    o_i = o_first + tl.arange(0, BLOCK)
-    o_d = tl.arange(0, D)
-    b_norm = tl.zeros([BLOCK], tl.float32)
-    if HAS_NORM:
+    """Write ``row [B, H, M, padded]`` and, for two shifted keys, the soft ``row_second [B, H, padded]``. (The forward
+    kernel makes those of two shifted keys itself.)"""
+    o_i = o_first + tl.arange(0, kind.BLOCK)
+    b_norm = tl.zeros([kind.BLOCK], tl.float32)
+    if kind.HAS_NORM:
         b_norm = 0.5 * tl.sum(b_query * b_query, 1)
-    b_first = tl.zeros([BLOCK], tl.float32)
-    for r in tl.static_range(M):
-        b_scale = scale if ONE_VARIANCE else tl.load(p_scale + i_kv_head * M + r)
+    b_first = tl.zeros([kind.BLOCK], tl.float32)
+    for r in tl.static_range(kind.M):
+        b_scale = _scale_of(terms, i_kv_head, r, kind.M)
         b_row = -b_norm
-        if HAS_SHIFT:
-            b_shift = tl.load(p_shift + (i_kv_head * M + r) * width + o_d, mask=o_d < width, other=0.0)
+        if shifts.p_shift is not None:
+            b_shift = load_shift(shifts, i_kv_head, r, kind.M, kind.D)
             b_row += tl.sum(b_query * b_shift[None, :], 1)
             if HAS_ORIGIN:
                 b_row -= tl.sum(b_origin * b_shift, 0)
         b_row *= b_scale
-        tl.store(p_row + (i_head.to(tl.int64) * M + r) * padded_queries + place(o_i), b_row)
-        if FACTORED:
+        tl.store(terms.p_row + (i_head.to(tl.int64) * kind.M + r) * terms.padded_queries + place(o_i), b_row)
+        if kind.TWO_SHIFTS and not kind.HARD:
             if r == 0:
                 b_first = b_row
             else:
                 b_ratio = safe_ratio(b_row - b_first, limit)
-                tl.store(p_row_second + i_head.to(tl.int64) * padded_queries + place(o_i), b_ratio)
+                tl.store(p_row_second + i_head.to(tl.int64) * terms.padded_queries + place(o_i), b_ratio)
                 mark_unfactored(p_unfactored, i_kv, b_ratio)
+
+
+@triton.jit
+def _scale_of(terms, i_kv_head, i_component, M: tl.constexpr):
+    """What the terms of one component of one head are multiplied by."""
+    p_scale = terms.p_inverse_variance
+    return terms.scale if p_scale is None else tl.load(p_scale + i_kv_head * M + i_component)
 
 
 @triton.jit(do_not_specialize=["num_keys", "num_queries", "num_samples"])
@@ -210,8 +244,8 @@ def valid_ranges(
     p_key_mask, p_query_mask, p_ranges, num_keys, num_queries, num_samples,
     HAS_KEY_MASK: tl.constexpr, HAS_QUERY_MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program for the keys of one sample and, after those, one for its queries: the first valid position and one
-    past the last, ``int32 [2, B, 2]``; ``(0, 0)`` where nothing is valid."""
+    """Find the first valid position and one past the last, ``int32 [2, B, 2]``, ``(0, 0)`` where nothing is valid. One
+    program does it for the keys of one sample and, after those, one for its queries."""
     i_sample = tl.program_id(0) % num_samples
     p_ranges += 2 * tl.program_id(0)
     if tl.program_id(0) < num_samples:
@@ -228,9 +262,9 @@ def _valid_range(p_mask, p_range, i_sample, length, HAS_MASK: tl.constexpr, BLOC
         b_end = tl.zeros([BLOCK], tl.int32)
         for o_first in range(0, length, BLOCK):
             o_token = o_first + tl.arange(0, BLOCK)
-            b_valid = tl.load(p_mask + o_token, mask=o_token < length, other=0) != 0
-            b_first = tl.minimum(b_first, tl.where(b_valid, o_token, length))
-            b_end = tl.maximum(b_end, tl.where(b_valid, o_token + 1, 0))
+            m_valid = tl.load(p_mask + o_token, mask=o_token < length, other=0) != 0
+            b_first = tl.minimum(b_first, tl.where(m_valid, o_token, length))
+            b_end = tl.maximum(b_end, tl.where(m_valid, o_token + 1, 0))
         end = tl.max(b_end, 0)
         tl.store(p_range, tl.minimum(tl.min(b_first, 0), end))
         tl.store(p_range + 1, end)
@@ -244,8 +278,8 @@ def random_numbers(
     p_seed, p_row_random, p_column_random, num_row_programs, num_rows, num_columns, padded_queries, padded_keys,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Random numbers for dropout, ``int32 [B, H, padded]`` for rows and ``[B, Hkv, padded / 2]`` for columns, of which
-    two share one. A pure function of the seed.
+    """Draw random numbers for dropout, ``int32 [B, H, padded]`` for rows and ``[B, Hkv, padded / 2]`` for columns, of
+    which two share one. They are a pure function of the seed.
 
     The product of a row's number and a column's is the pair's: the upper half for an odd column, the lower half for an
     even one.
@@ -261,8 +295,9 @@ def random_numbers(
 
 @triton.jit
 def _random_factor(p_seed, stream, o_number, numbers_per_head):
-    """Odd random numbers. The lower half of a product knows the lower halves of its factors alone: of 2^14 numbers of
-    a head these are all different, in an order that is drawn, so that no two rows or columns drop the same."""
+    """Draw odd random numbers. The lower half of a product depends on the lower halves of its factors alone: these are
+    all different among 2^14 numbers of a head, in an order that is drawn, so that no two rows or columns drop the
+    same."""
     seed = tl.load(p_seed) + 2 * stream
     b_upper = tl.randint(seed, o_number).to(tl.int32, bitcast=True)
     o_token = (o_number % numbers_per_head).to(tl.int32)

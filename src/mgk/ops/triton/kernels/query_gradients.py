@@ -1,106 +1,138 @@
 """The backward kernel for queries: one program for one block of queries of one head.
 
-:mod:`mgk.ops.triton.backward` has the algebra.
+    dlogit[i,j,r] = weight[i,j,r] (dO_i . v_j - delta_i)
+    dq_i          = sum_jr scale[r] dlogit[i,j,r] k_jr  + sum_r drow[i,r] scale[r] shift_r
+    drow[i,r]     = sum_j dlogit[i,j,r]
+
+:mod:`mgk.ops.triton.kernels.gradient_sums` has the whole backward pass. What the shifts gain by way of the rows is left
+as one partial sum a program, which another kernel adds up.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.kernels.former_tiles import (
-    HEAD_NUMBERS,
-    VARYING_WITH_WIDTH,
-    component_bias,
-    hard_share,
-    is_visible,
+from mgk.ops.triton.kernels.dropout import Dropout, rows_unless_dropped
+from mgk.ops.triton.kernels.heads import query_head
+from mgk.ops.triton.kernels.terms import (
+    Shifts,
+    Terms,
+    component_logit,
+    component_scale,
+    hard_responsibility,
+    load_origin,
+    load_shift,
     load_terms,
-    load_tile,
-    partial_products,
-    partial_sums,
     place,
-    rows_unless_dropped,
-    visible_keys,
     weight_of,
 )
+from mgk.ops.triton.kernels.tiles import (
+    HEAD_NUMBERS,
+    VARYING_WITH_WIDTH,
+    Case,
+    Keys,
+    load_key,
+    load_tile,
+    load_value,
+    partial_products,
+    partial_sums,
+    store_tile,
+)
+from mgk.ops.triton.kernels.visibility import Sequences, Visibility, is_visible, visible_keys
+
+
+class Rows(NamedTuple):
+    """What a program holds of its block of queries; one number for each query but for the first two."""
+
+    b_query: tl.tensor
+    b_grad_out: tl.tensor
+    o_i: tl.tensor
+    b_reference: tl.tensor
+    """the normaliser, in units of log 2; of two shifted keys less the first row term, less the level"""
+    b_delta: tl.tensor
+    b_second: tl.tensor
+    """``row_second``"""
 
 
 @triton.jit(do_not_specialize=VARYING_WITH_WIDTH, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def attention_backward_query(
-    d_query, d_key, d_value, d_grad_out, d_grad_query, p_row, p_column, p_row_second, p_column_second, p_scale, p_reference,
-    p_delta, p_grad_normaliser, p_unfactored, p_shift, p_grad_row, p_share, p_origin, p_mask, p_key_range, p_query_range,
-    p_spans, p_row_random, p_column_random, stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column,
-    rows_per_span, scale, natural_scale, threshold, keep_scale, num_heads, group_size, num_queries, num_keys,
-    padded_queries, padded_keys, num_blocks, width,
+    # tokens
+    d_query, d_key, d_value, d_grad_out, d_grad_query,
+    # terms of the logits and of the gradients
+    p_row, p_column, p_row_second, p_column_second, p_inverse_variance, p_reference, p_delta, p_grad_normaliser,
+    p_unfactored, p_shift, p_grad_row, p_query_partials, p_origin,
+    # visibility and dropout
+    p_mask, p_key_range, p_query_range, p_spans, p_row_random, p_column_random,
+    stride_mask_batch, stride_mask_head, stride_mask_row, stride_mask_column, rows_per_span,
+    # numbers
+    scale, natural_scale, threshold, keep_scale,
+    num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks, width,
+    # the mixture
     M: tl.constexpr, SHARED_KEY: tl.constexpr, TWO_SHIFTS: tl.constexpr, UNFACTORED: tl.constexpr, HARD: tl.constexpr,
-    HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, ONE_VARIANCE: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr,
+    HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, ONE_VARIANCE: tl.constexpr,
+    # visibility and dropout
+    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr,
+    # how it is computed
     INPUT_PRECISION: tl.constexpr, GAUSSIAN: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_ORIGIN: tl.constexpr,
     HAS_GRAD_NORMALISER: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr,
 ):  # fmt: skip
-    """One program for one block of queries of one head: ``dq`` and ``drow``."""
+    """Write ``dq``, the partial sums of the shifts' gradients and, where variances differ, ``drow``."""
+    case: tl.constexpr = Case(
+        M, SHARED_KEY, HARD, INPUT_PRECISION, BLOCK_I, BLOCK_J, D, DV, TWO_SHIFTS=TWO_SHIFTS, UNFACTORED=UNFACTORED
+    )
     i_block = tl.program_id(0) % num_blocks
     i_head = tl.program_id(0) // num_blocks
     if CAUSAL:
         i_block = num_blocks - 1 - i_block
-    i_batch = i_head // num_heads
-    i_query_head = i_head % num_heads
-    i_kv_head = i_query_head // group_size
-    i_kv = i_batch * (num_heads // group_size) + i_kv_head
+    head = query_head(i_head, num_heads, group_size)
     o_first = i_block * BLOCK_I
     o_i = o_first + tl.arange(0, BLOCK_I)
     if TWO_SHIFTS and not HARD:  # noqa: SIM102 (the outer condition is a constant: without it there is no such pointer)
-        if (tl.load(p_unfactored + i_kv) != 0) != UNFACTORED:
+        if (tl.load(p_unfactored + head.i_kv) != 0) != UNFACTORED:
             return
 
-    if HAS_ROW:
-        p_row += i_head.to(tl.int64) * M * padded_queries
-    if HAS_COLUMN:
-        p_column += i_kv.to(tl.int64) * M * padded_keys
+    terms = Terms(
+        p_row=p_row + i_head.to(tl.int64) * M * padded_queries if HAS_ROW else None,
+        p_column=p_column + head.i_kv.to(tl.int64) * M * padded_keys if HAS_COLUMN else None,
+        p_inverse_variance=None if ONE_VARIANCE else p_inverse_variance + head.i_kv_head * M,
+        p_column_second=p_column_second + head.i_kv.to(tl.int64) * padded_keys if TWO_SHIFTS else None,
+        scale=scale, padded_queries=padded_queries, padded_keys=padded_keys,
+    )  # fmt: skip
     if HAS_MASK:
-        p_mask += i_batch.to(tl.int64) * stride_mask_batch + i_query_head.to(tl.int64) * stride_mask_head
-    if not ONE_VARIANCE:
-        p_scale += i_kv_head * M
+        p_mask += head.i_batch.to(tl.int64) * stride_mask_batch + head.i_query_head.to(tl.int64) * stride_mask_head
     b_row_second = tl.zeros([BLOCK_I], tl.float32)
     if TWO_SHIFTS:
-        p_column_second += i_kv.to(tl.int64) * padded_keys
         b_row_second = tl.load(p_row_second + i_head.to(tl.int64) * padded_queries + place(o_i))
-    b_row_random = tl.zeros([BLOCK_I], tl.int32)
+    dropout = None
     if DROPOUT:
         b_row_random = tl.load(p_row_random + i_head.to(tl.int64) * padded_queries + place(o_i))
-        p_column_random += i_kv.to(tl.int64) * (padded_keys // 2)
-
-    first_key, end_full, end_key, causal_offset = visible_keys(
-        p_key_range, p_query_range, p_spans, i_batch, o_first, num_queries, num_keys, rows_per_span, CAUSAL, HAS_RANGE,
-        PACKED, BLOCK_I, BLOCK_J,
-    )  # fmt: skip
-    b_query = load_tile(d_query, i_batch, i_query_head, o_first, BLOCK_I, D)
-    b_grad_out = load_tile(d_grad_out, i_batch, i_query_head, o_first, BLOCK_I, DV)
+        dropout = Dropout(b_row_random, p_column_random + head.i_kv.to(tl.int64) * (padded_keys // 2), threshold)
+    sequences = Sequences(num_queries, num_keys, p_key_range, p_query_range, p_spans, rows_per_span)
+    span = visible_keys(sequences, head.i_batch, o_first, CAUSAL, BLOCK_I, BLOCK_J)
+    visibility = Visibility(num_queries, num_keys, span.causal_offset, p_mask, stride_mask_row, stride_mask_column)
+    keys = Keys(d_key, d_value, head.i_batch, head.i_kv_head)
+    b_query = load_tile(d_query, head.i_batch, head.i_query_head, o_first, BLOCK_I, D)  # [BLOCK_I, D]
+    b_grad_out = load_tile(d_grad_out, head.i_batch, head.i_query_head, o_first, BLOCK_I, DV)  # [BLOCK_I, DV]
     b_reference = tl.load(p_reference + i_head.to(tl.int64) * padded_queries + place(o_i))
     b_delta = tl.load(p_delta + i_head.to(tl.int64) * padded_queries + place(o_i))
+    rows = Rows(b_query, b_grad_out, o_i, b_reference, b_delta, b_row_second)
+
     b_grad_query = tl.zeros([BLOCK_I, D], tl.float32)
-    # One column for each component; a pair keeps the sums of one component, one for each thread of a row.
+    # One column for each component; two shifted keys keep the sums of one, in one column for each thread of a row.
     b_grad_row = tl.zeros([BLOCK_I, 4], tl.float32) if TWO_SHIFTS else tl.zeros([BLOCK_I, 8], tl.float32)
-    for o_j in tl.range(first_key, end_full, BLOCK_J):
-        b_grad_query, b_grad_row = _gather_query(
-            b_grad_query, b_grad_row, b_query, b_grad_out, b_reference, b_delta, b_row_second, b_row_random, d_key,
-            d_value, p_row, p_column, p_column_second, p_scale, p_mask, p_column_random, i_batch, i_kv_head, o_j, o_i, scale,
-            threshold, stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys,
-            padded_queries, padded_keys,
-            M, SHARED_KEY, TWO_SHIFTS, UNFACTORED, HARD, HAS_ROW, HAS_COLUMN, ONE_VARIANCE, False, HAS_MASK, DROPOUT, INPUT_PRECISION,
-            BLOCK_J, D, DV,
-        )  # fmt: skip
+    for o_j in tl.range(span.first, span.full, BLOCK_J):
+        b_grad_query, b_grad_row = _gather(
+            b_grad_query, b_grad_row, rows, keys, terms, visibility, dropout, o_j, False, case
+        )
     if CAUSAL:
-        for o_j in tl.range(end_full, end_key, BLOCK_J):
-            b_grad_query, b_grad_row = _gather_query(
-                b_grad_query, b_grad_row, b_query, b_grad_out, b_reference, b_delta, b_row_second, b_row_random, d_key,
-                d_value, p_row, p_column, p_column_second, p_scale, p_mask, p_column_random, i_batch, i_kv_head, o_j, o_i,
-                scale, threshold, stride_mask_row, stride_mask_column, causal_offset, num_queries,
-                num_keys, padded_queries, padded_keys,
-                M, SHARED_KEY, TWO_SHIFTS, UNFACTORED, HARD, HAS_ROW, HAS_COLUMN, ONE_VARIANCE, True, HAS_MASK, DROPOUT, INPUT_PRECISION,
-                BLOCK_J, D, DV,
-            )  # fmt: skip
+        for o_j in tl.range(span.full, span.end, BLOCK_J):
+            b_grad_query, b_grad_row = _gather(
+                b_grad_query, b_grad_row, rows, keys, terms, visibility, dropout, o_j, True, case
+            )
 
     if TWO_SHIFTS:
         b_grad_row = tl.sum(b_grad_row, 1)
@@ -109,175 +141,190 @@ def attention_backward_query(
         b_grad_row *= keep_scale
     m_i = o_i < num_queries
     o_d = tl.arange(0, D)
-    # Of one component of one key/value head, over samples, query heads and blocks.
-    num_shares = (tl.num_programs(0) // (num_heads // group_size)).to(tl.int64)
+    shifts = Shifts(p_shift, p_origin, width)
+    # The partial sums of one component of one key/value head, over samples, query heads and blocks.
+    num_partials = (tl.num_programs(0) // (num_heads // group_size)).to(tl.int64)
     if HAS_SHIFT:
-        i_share = (i_batch * group_size + i_query_head % group_size) * num_blocks + i_block
-        p_share += (i_kv_head * M * num_shares + i_share) * D + o_d
+        i_partial = (head.i_batch * group_size + head.i_query_head % group_size) * num_blocks + i_block
+        p_query_partials += (head.i_kv_head * M * num_partials + i_partial) * D + o_d
     b_moved_query = b_query.to(tl.float32)
     if HAS_ORIGIN:
-        b_moved_query -= tl.load(p_origin + i_kv.to(tl.int64) * D + o_d)[None, :]
+        b_moved_query -= load_origin(shifts, head.i_kv, D)[None, :]
     if TWO_SHIFTS:
-        # The logits of a row rise and fall together with its normaliser alone: what one component does not get, the
-        # other does.
-        b_other = -b_grad_row
+        b_total = tl.zeros([BLOCK_I], tl.float32)
         if HAS_GRAD_NORMALISER:
             b_total = tl.load(p_grad_normaliser + i_head.to(tl.int64) * num_queries + o_i, mask=m_i, other=0.0)
-            b_other += tl.where(b_reference == float("inf"), 0.0, b_total)
-        # Rows beyond the end have no gradient, but what stands for their query is not zero once it is moved.
-        b_other = tl.where(m_i, b_other, 0.0)
-        # Logits of the second are the first's and more, and less exact where that is much. Then rows add up to a little
-        # more or less than they should, which in fp32 would show if it went to a first that has nothing.
-        SECOND: tl.constexpr = HARD and b_query.dtype != tl.float32
-        b_first = b_other if SECOND else b_grad_row
-        b_second = b_grad_row if SECOND else b_other
-        b_shift = tl.load(p_shift + i_kv_head * M * width + o_d, mask=o_d < width, other=0.0)
+        b_first, b_second = _both_rows(b_grad_row, b_total, rows, m_i, HAS_GRAD_NORMALISER, case)
+        b_shift = load_shift(shifts, head.i_kv_head, 0, M, D)
         b_grad_query += b_first[:, None] * b_shift[None, :]
-        b_shift = tl.load(p_shift + (i_kv_head * M + 1) * width + o_d, mask=o_d < width, other=0.0)
+        b_shift = load_shift(shifts, head.i_kv_head, 1, M, D)
         b_grad_query += b_second[:, None] * b_shift[None, :]
-        tl.store(p_share, tl.sum(b_first[:, None] * b_moved_query, 0))
-        tl.store(p_share + num_shares * D, tl.sum(b_second[:, None] * b_moved_query, 0))
+        tl.store(p_query_partials, tl.sum(b_first[:, None] * b_moved_query, 0))
+        tl.store(p_query_partials + num_partials * D, tl.sum(b_second[:, None] * b_moved_query, 0))
     elif HAS_ROW:
         o_r = tl.arange(0, 8)
         for r in tl.static_range(M):
-            b_own = tl.sum(tl.where(o_r[None, :] == r, b_grad_row, 0.0), 1)
-            b_scaled = b_own if ONE_VARIANCE else b_own * tl.load(p_scale + r) * 0.6931471805599453
+            b_own = tl.sum(tl.where(o_r[None, :] == r, b_grad_row, 0.0), 1)  # [BLOCK_I]
+            b_scaled = b_own if ONE_VARIANCE else b_own * tl.load(terms.p_inverse_variance + r) * 0.6931471805599453
             if HAS_SHIFT:
-                b_shift = tl.load(p_shift + (i_kv_head * M + r) * width + o_d, mask=o_d < width, other=0.0)
+                b_shift = load_shift(shifts, head.i_kv_head, r, M, D)
                 b_grad_query += b_scaled[:, None] * b_shift[None, :]
-                tl.store(p_share + r * num_shares * D, tl.sum(b_own[:, None] * b_moved_query, 0))
+                tl.store(p_query_partials + r * num_partials * D, tl.sum(b_own[:, None] * b_moved_query, 0))
             if GAUSSIAN and not ONE_VARIANCE:
                 b_grad_query -= b_scaled[:, None] * b_query.to(tl.float32)
             if not ONE_VARIANCE:
                 tl.store(p_grad_row + (i_head.to(tl.int64) * M + r) * num_queries + o_i, b_own, mask=m_i)
     if ONE_VARIANCE:
         b_grad_query *= natural_scale
-    d_grad_query.store([i_batch, i_query_head, o_first, 0], b_grad_query.to(b_query.dtype).reshape(1, 1, BLOCK_I, D))
+    store_tile(d_grad_query, head.i_batch, head.i_query_head, o_first, b_grad_query.to(b_query.dtype))
 
 
 @triton.jit
-def _gather_query(
-    b_grad_query, b_grad_row, b_query, b_grad_out, b_reference, b_delta, b_row_second, b_row_random, d_key, d_value, p_row,
-    p_column, p_column_second, p_scale, p_mask, p_column_random, i_batch, i_kv_head, o_first, o_i, scale, threshold,
-    stride_mask_row, stride_mask_column, causal_offset, num_queries, num_keys, padded_queries, padded_keys,
-    M: tl.constexpr, SHARED_KEY: tl.constexpr, TWO_SHIFTS: tl.constexpr, UNFACTORED: tl.constexpr, HARD: tl.constexpr,
-    HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, ONE_VARIANCE: tl.constexpr, CAUSAL: tl.constexpr,
-    HAS_MASK: tl.constexpr, DROPOUT: tl.constexpr, INPUT_PRECISION: tl.constexpr,
-    BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-):  # fmt: skip
-    """Add what one block of keys sends back to a block of queries."""
-    o_j = o_first + tl.arange(0, BLOCK_J)
-    b_value = load_tile(d_value, i_batch, i_kv_head, o_first, BLOCK_J, DV)
-    b_grad_weight = tl.dot(b_grad_out, b_value.T, input_precision=INPUT_PRECISION)
-    if DROPOUT:
-        AS_PRODUCT: tl.constexpr = b_query.dtype != tl.float32 and not HAS_MASK
-        b_grad_weight = rows_unless_dropped(b_grad_weight, b_row_random, p_column_random, o_first, threshold, AS_PRODUCT)
-    b_grad_weight -= b_delta[:, None]
-    if CAUSAL or HAS_MASK:
-        b_seen = is_visible(
-            o_i[:, None], o_j[None, :], p_mask, stride_mask_row, stride_mask_column, causal_offset, num_queries,
-            num_keys, CAUSAL, HAS_MASK,
-        )  # fmt: skip
-        # Every gradient of a pair is a weight times this.
-        b_grad_weight = tl.where(b_seen, b_grad_weight, 0.0)
+def _both_rows(b_grad_row, b_total, rows, m_i, HAS_GRAD_NORMALISER: tl.constexpr, case: tl.constexpr):
+    """``drow`` of both shifted keys from that of one, ``[BLOCK_I]`` each.
 
-    if TWO_SHIFTS:
-        b_key = load_tile(d_key, i_batch, i_kv_head, o_first, BLOCK_J, D)
-        b_product = tl.dot(b_query, b_key.T, input_precision=INPUT_PRECISION)
-        if HARD:
-            # Only the biases compete: `alpha` is how far the second row exceeds the first, `rho` the first column the
-            # second.
-            b_lead = b_row_second[:, None] - load_terms(p_column_second, o_first, BLOCK_J)[None, :]
-            b_share = hard_share(b_lead)
-            b_bias = load_terms(p_column, o_first, BLOCK_J)[None, :] - b_reference[:, None]
-            b_weight = weight_of(b_product * scale + b_bias + b_lead * b_share, b_query)
-        else:
-            b_logit = b_product * scale + (load_terms(p_column, o_first, BLOCK_J)[None, :] - b_reference[:, None])
-            b_weight = weight_of(b_logit, b_query)
-        if CAUSAL or HAS_MASK:
-            # An unseen key may be infinitely likely: 0 times it must stay 0.
-            b_weight = tl.where(b_seen, b_weight, 0.0)
-        b_first = b_weight * b_grad_weight
-        if HARD:
-            b_grad_logit = b_first
-        elif UNFACTORED:
-            b_difference = tl.load(p_row + padded_queries + place(o_i)) - tl.load(p_row + place(o_i))
-            b_step = load_terms(p_column + padded_keys, o_first, BLOCK_J)
-            b_other = b_product * scale + ((b_difference - b_reference)[:, None] + b_step[None, :])
-            b_weight = weight_of(b_other, b_query)
-            if CAUSAL or HAS_MASK:
-                b_weight = tl.where(b_seen, b_weight, 0.0)
-            b_grad_logit = b_first + b_weight * b_grad_weight
-        else:
-            b_grad_logit = b_first + b_first * (b_row_second[:, None] * load_terms(p_column_second, o_first, BLOCK_J)[None, :])
-        b_grad_query = tl.dot(b_grad_logit.to(b_key.dtype), b_key, b_grad_query, input_precision=INPUT_PRECISION)
-        # What the first component has of it; of a hard choice in half precision the second, which is less work.
-        if not HARD:
-            b_grad_row += partial_sums(b_first)
-        elif b_query.dtype == tl.float32:
-            b_grad_row += partial_products(b_grad_logit, 1.0 - b_share)
-        else:
-            b_grad_row += partial_products(b_grad_logit, b_share)
-    elif HARD and M == 2:
-        b_first_key = load_tile(d_key, i_batch, i_kv_head if SHARED_KEY else i_kv_head * M, o_first, BLOCK_J, D)
-        b_second_key = load_tile(d_key, i_batch, i_kv_head if SHARED_KEY else i_kv_head * M + 1, o_first, BLOCK_J, D)
-        b_first_scale = scale if ONE_VARIANCE else tl.load(p_scale)
-        b_second_scale = scale if ONE_VARIANCE else tl.load(p_scale + 1)
-        b_first = tl.dot(b_query, b_first_key.T, input_precision=INPUT_PRECISION) * b_first_scale + component_bias(
-            p_row, p_column, 0, o_i, o_first, b_reference, padded_queries, HAS_ROW, HAS_COLUMN, True, BLOCK_J, True
-        )
-        b_second = tl.dot(b_query, b_second_key.T, input_precision=INPUT_PRECISION) * b_second_scale + component_bias(
-            p_row, p_column + padded_keys if HAS_COLUMN else p_column, 1, o_i, o_first, b_reference, padded_queries,
-            HAS_ROW, HAS_COLUMN, True, BLOCK_J, True,
-        )  # fmt: skip
-        b_weight = weight_of(tl.maximum(b_first, b_second), b_query)
-        if CAUSAL or HAS_MASK:
-            b_weight = tl.where(b_seen, b_weight, 0.0)
-        b_share = hard_share(b_first - b_second)
-        b_grad_logit = b_weight * b_grad_weight
-        b_first = b_share * b_grad_logit
-        b_second = b_grad_logit - b_first
-        if HAS_ROW:
-            o_r = tl.arange(0, 8)
-            b_grad_row += tl.where(o_r[None, :] == 0, tl.sum(b_first, 1)[:, None], 0.0)
-            b_grad_row += tl.where(o_r[None, :] == 1, tl.sum(b_second, 1)[:, None], 0.0)
-        if not ONE_VARIANCE:
-            b_first *= b_first_scale * 0.6931471805599453
-            b_second *= b_second_scale * 0.6931471805599453
-        b_grad_query = tl.dot(b_first.to(b_first_key.dtype), b_first_key, b_grad_query, input_precision=INPUT_PRECISION)
-        b_grad_query = tl.dot(b_second.to(b_first_key.dtype), b_second_key, b_grad_query, input_precision=INPUT_PRECISION)
+    The logits of a row rise and fall together with its normaliser alone: what one component does not get, the other
+    does. ``total`` is the gradient of the normaliser.
+    """
+    b_other = -b_grad_row
+    if HAS_GRAD_NORMALISER:
+        b_other += tl.where(rows.b_reference == float("inf"), 0.0, b_total)
+    # Rows beyond the end have no gradient, but what stands for their query is not zero once it is moved.
+    b_other = tl.where(m_i, b_other, 0.0)
+    # Logits of the second are the first's and more, and less exact where that is much. Then rows add up to a little
+    # more or less than they should, which in fp32 would show if it went to a first that has nothing.
+    if case.HARD and rows.b_query.dtype != tl.float32:
+        return b_other, b_grad_row
+    return b_grad_row, b_other
+
+
+@triton.jit
+def _gather(
+    b_grad_query, b_grad_row, rows, keys, terms, visibility, dropout, o_j, CAUSAL: tl.constexpr, case: tl.constexpr
+):
+    """Add what one block of keys sends back to the block of queries."""
+    o_columns = o_j + tl.arange(0, case.BLOCK_J)
+    b_value = load_value(keys, o_j, case)
+    b_grad_weight = tl.dot(rows.b_grad_out, b_value.T, input_precision=case.INPUT_PRECISION)  # [BLOCK_I, BLOCK_J]
+    if dropout is not None:
+        AS_PRODUCT: tl.constexpr = rows.b_query.dtype != tl.float32 and visibility.p_mask is None
+        b_grad_weight = rows_unless_dropped(b_grad_weight, dropout, o_j, AS_PRODUCT)
+    b_grad_weight -= rows.b_delta[:, None]
+    m_seen = None
+    if CAUSAL or visibility.p_mask is not None:
+        m_seen = is_visible(rows.o_i[:, None], o_columns[None, :], visibility, CAUSAL)
+        # Every gradient of a pair is a weight times this.
+        b_grad_weight = tl.where(m_seen, b_grad_weight, 0.0)
+    if case.TWO_SHIFTS:
+        gather: tl.constexpr = _gather_two_shifts
+    elif case.HARD and case.M == 2:
+        gather: tl.constexpr = _gather_best_of_two
     else:
+        gather: tl.constexpr = _gather_components
+    return gather(b_grad_query, b_grad_row, b_grad_weight, m_seen, rows, keys, terms, o_j, case)
+
+
+@triton.jit
+def _where_seen(m_seen, b_weight):
+    """``weight``, or 0 where a pair is not visible: an unseen key may be infinitely likely, and 0 times it must stay 0.
+    ``m_seen`` is ``None`` where all are visible."""
+    return b_weight if m_seen is None else tl.where(m_seen, b_weight, 0.0)
+
+
+@triton.jit
+def _gather_two_shifts(b_grad_query, b_grad_row, b_grad_weight, m_seen, rows, keys, terms, o_j, case: tl.constexpr):
+    """Two shifted keys of one variance share the product, and the gradient of the key."""
+    b_key = load_key(keys, 0, o_j, case)  # [BLOCK_J, D]
+    b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)  # [BLOCK_I, BLOCK_J]
+    if case.HARD:
+        # Only the biases compete, see `row_second` and `column_second` in terms.py.
+        b_lead = rows.b_second[:, None] - load_terms(terms.p_column_second, o_j, case.BLOCK_J)[None, :]
+        b_responsibility = hard_responsibility(b_lead)
+        b_bias = load_terms(terms.p_column, o_j, case.BLOCK_J)[None, :] - rows.b_reference[:, None]
+        b_weight = weight_of(b_product * terms.scale + b_bias + b_lead * b_responsibility, rows.b_query)
+    else:
+        b_scaled = b_product * terms.scale
+        b_bias = load_terms(terms.p_column, o_j, case.BLOCK_J)[None, :] - rows.b_reference[:, None]
+        b_weight = weight_of(b_scaled + b_bias, rows.b_query)
+    b_first = _where_seen(m_seen, b_weight) * b_grad_weight
+    if case.HARD:
+        b_grad_logit = b_first
+    elif case.UNFACTORED:
+        b_gap = tl.load(terms.p_row + terms.padded_queries + place(rows.o_i)) - tl.load(terms.p_row + place(rows.o_i))
+        b_column = load_terms(terms.p_column + terms.padded_keys, o_j, case.BLOCK_J)
+        b_other = b_product * terms.scale + ((b_gap - rows.b_reference)[:, None] + b_column[None, :])
+        b_grad_logit = b_first + _where_seen(m_seen, weight_of(b_other, rows.b_query)) * b_grad_weight
+    else:
+        b_ratio = rows.b_second[:, None] * load_terms(terms.p_column_second, o_j, case.BLOCK_J)[None, :]
+        b_grad_logit = b_first + b_first * b_ratio
+    b_grad_query = tl.dot(b_grad_logit.to(b_key.dtype), b_key, b_grad_query, input_precision=case.INPUT_PRECISION)
+    # What the first component has of it; of a hard choice in half precision the second, which is less work.
+    if not case.HARD:
+        b_grad_row += partial_sums(b_first)
+    elif rows.b_query.dtype == tl.float32:
+        b_grad_row += partial_products(b_grad_logit, 1.0 - b_responsibility)
+    else:
+        b_grad_row += partial_products(b_grad_logit, b_responsibility)
+    return b_grad_query, b_grad_row
+
+
+@triton.jit
+def _gather_best_of_two(b_grad_query, b_grad_row, b_grad_weight, m_seen, rows, keys, terms, o_j, case: tl.constexpr):
+    """Under a hard choice the better of two components has the gradient of the weight; of a tie each has half."""
+    b_first_key = load_key(keys, 0, o_j, case)
+    b_second_key = load_key(keys, 1, o_j, case)
+    b_first_scale = component_scale(terms, 0)
+    b_second_scale = component_scale(terms, 1)
+    b_first = tl.dot(rows.b_query, b_first_key.T, input_precision=case.INPUT_PRECISION)
+    b_first = component_logit(b_first, terms, 0, rows.o_i, o_j, rows.b_reference, FINITE=True)
+    b_second = tl.dot(rows.b_query, b_second_key.T, input_precision=case.INPUT_PRECISION)
+    b_second = component_logit(b_second, terms, 1, rows.o_i, o_j, rows.b_reference, FINITE=True)
+    b_weight = _where_seen(m_seen, weight_of(tl.maximum(b_first, b_second), rows.b_query))
+    b_responsibility = hard_responsibility(b_first - b_second)
+    b_grad_logit = b_weight * b_grad_weight
+    b_first = b_responsibility * b_grad_logit
+    b_second = b_grad_logit - b_first
+    if terms.p_row is not None:
         o_r = tl.arange(0, 8)
-        b_best = tl.full([b_query.shape[0], BLOCK_J], float("-inf"), tl.float32)
-        b_ties = tl.zeros([b_query.shape[0], BLOCK_J], tl.float32)
-        if HARD and M > 2:
-            for r in tl.static_range(M):
-                b_key = load_tile(d_key, i_batch, i_kv_head if SHARED_KEY else i_kv_head * M + r, o_first, BLOCK_J, D)
-                b_product = tl.dot(b_query, b_key.T, input_precision=INPUT_PRECISION)
-                b_logit = b_product * (scale if ONE_VARIANCE else tl.load(p_scale + r)) + component_bias(
-                    p_row, p_column + r * padded_keys if HAS_COLUMN else p_column, r, o_i, o_first, b_reference,
-                    padded_queries, HAS_ROW, HAS_COLUMN, True, BLOCK_J,
-                )  # fmt: skip
-                b_ties = tl.where(b_logit > b_best, 1.0, b_ties + (b_logit == b_best).to(tl.float32))
-                b_best = tl.maximum(b_best, b_logit)
-            b_ties = tl.maximum(b_ties, 1.0)
-        for r in tl.static_range(M):
-            b_key = load_tile(d_key, i_batch, i_kv_head if SHARED_KEY else i_kv_head * M + r, o_first, BLOCK_J, D)
-            b_product = tl.dot(b_query, b_key.T, input_precision=INPUT_PRECISION)
-            b_scale = scale if ONE_VARIANCE else tl.load(p_scale + r)
-            b_logit = b_product * b_scale + component_bias(
-                p_row, p_column + r * padded_keys if HAS_COLUMN else p_column, r, o_i, o_first, b_reference,
-                padded_queries, HAS_ROW, HAS_COLUMN, True, BLOCK_J,
-            )  # fmt: skip
-            b_weight = weight_of(b_logit, b_query)
-            if HARD and M > 2:
-                b_weight = tl.where(b_logit == b_best, b_weight / b_ties, 0.0)
-            if CAUSAL or HAS_MASK:
-                b_weight = tl.where(b_seen, b_weight, 0.0)
-            b_grad_logit = b_weight * b_grad_weight
-            if HAS_ROW:
-                b_grad_row += tl.where(o_r[None, :] == r, tl.sum(b_grad_logit, 1)[:, None], 0.0)
-            if not ONE_VARIANCE:
-                b_grad_logit *= b_scale * 0.6931471805599453
-            b_grad_query = tl.dot(b_grad_logit.to(b_key.dtype), b_key, b_grad_query, input_precision=INPUT_PRECISION)
+        b_grad_row += tl.where(o_r[None, :] == 0, tl.sum(b_first, 1)[:, None], 0.0)
+        b_grad_row += tl.where(o_r[None, :] == 1, tl.sum(b_second, 1)[:, None], 0.0)
+    if terms.p_inverse_variance is not None:
+        b_first *= b_first_scale * 0.6931471805599453
+        b_second *= b_second_scale * 0.6931471805599453
+    b_grad_query = tl.dot(
+        b_first.to(b_first_key.dtype), b_first_key, b_grad_query, input_precision=case.INPUT_PRECISION
+    )
+    b_grad_query = tl.dot(
+        b_second.to(b_second_key.dtype), b_second_key, b_grad_query, input_precision=case.INPUT_PRECISION
+    )
+    return b_grad_query, b_grad_row
+
+
+@triton.jit
+def _gather_components(b_grad_query, b_grad_row, b_grad_weight, m_seen, rows, keys, terms, o_j, case: tl.constexpr):
+    """One component after the other; under a hard choice the largest are found first, and share the weight."""
+    o_r = tl.arange(0, 8)
+    b_best = tl.full([case.BLOCK_I, case.BLOCK_J], float("-inf"), tl.float32)
+    b_ties = tl.zeros([case.BLOCK_I, case.BLOCK_J], tl.float32)
+    if case.HARD and case.M > 2:
+        for r in tl.static_range(case.M):
+            b_key = load_key(keys, r, o_j, case)
+            b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)
+            b_logit = component_logit(b_product, terms, r, rows.o_i, o_j, rows.b_reference)
+            b_ties = tl.where(b_logit > b_best, 1.0, b_ties + (b_logit == b_best).to(tl.float32))
+            b_best = tl.maximum(b_best, b_logit)
+        b_ties = tl.maximum(b_ties, 1.0)
+    for r in tl.static_range(case.M):
+        b_key = load_key(keys, r, o_j, case)
+        b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)
+        b_logit = component_logit(b_product, terms, r, rows.o_i, o_j, rows.b_reference)
+        b_weight = weight_of(b_logit, rows.b_query)
+        if case.HARD and case.M > 2:
+            b_weight = tl.where(b_logit == b_best, b_weight / b_ties, 0.0)
+        b_grad_logit = _where_seen(m_seen, b_weight) * b_grad_weight
+        if terms.p_row is not None:
+            b_grad_row += tl.where(o_r[None, :] == r, tl.sum(b_grad_logit, 1)[:, None], 0.0)
+        if terms.p_inverse_variance is not None:
+            b_grad_logit *= component_scale(terms, r) * 0.6931471805599453
+        b_grad_query = tl.dot(b_grad_logit.to(b_key.dtype), b_key, b_grad_query, input_precision=case.INPUT_PRECISION)
     return b_grad_query, b_grad_row

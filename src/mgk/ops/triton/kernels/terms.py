@@ -50,6 +50,15 @@ class Shifts(NamedTuple):
     width: tl.tensor
 
 
+class Prior(NamedTuple):
+    """Where the logarithms of the priors begin, in natural units; a stride is 0 where all share one."""
+
+    p_prior: tl.tensor | None
+    stride_head: tl.tensor
+    stride_component: tl.tensor
+    stride_token: tl.tensor
+
+
 @triton.jit
 def place(o_token):
     """Where the term of a token lies. Rows, columns, references, deltas and random numbers all lie so.
