@@ -1,10 +1,10 @@
 """From a validated call to a backend: what `auto` chooses, and what is done to every call for the sake of its digits.
 
 The numerics policy holds wherever the kernel multiplies in the precision of the inputs (fp32 and fp64); numbers in half
-precision would be rounded where they are moved to. Padded and packed calls share it:
+precision would be rounded where they are moved to. Padded, packed and linear calls share it:
 
 - *keys of dot products* move by the origin of their sequence, since a softmax cannot see that;
-- *values* move by what the values of a sequence have in common, and the output moves back;
+- *values* move by what the values of a sequence have in common, and the output moves back (in linear attention too);
 - *distances* are measured from the origin of the sequence. A backend that takes one sequence at a time does that itself
   (:meth:`MixtureProblem.centred`), where it makes its operands; for packed sequences it is done here.
 """
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -103,8 +103,11 @@ def attend(problem: MixtureProblem, backend: str) -> Tensor:
     problem = _with_centred_keys(problem)
     attention = _attention_of(name, problem)
     with without_autocast(problem):
-        if name != "cpu" and _may_centre_values(problem):  # the backend for CPUs does it in its tiles
-            out = _attend_around_common_value(attention, problem)
+        # Plain softmax is left to the stock kernels as it is; the backend for CPUs moves values in its tiles.
+        one_dot_product = problem.similarity == "dot" and problem.key.shape[2] == 1
+        if name != "cpu" and not one_dot_product and may_move_values(problem):
+            moved = move_values(problem)
+            out = moved.back(attention(moved.problem))
         else:
             out = attention(problem)
     if problem.query_mask is not None:
@@ -362,40 +365,58 @@ def _with_centred_keys(problem: MixtureProblem) -> MixtureProblem:
     return problem._replace(key=problem.key - problem.at_keys(problem.origin())[:, :, None])
 
 
-def _may_centre_values(problem: MixtureProblem) -> bool:
+def may_move_values(problem: MixtureProblem) -> bool:
     """Whether every row that sees a key sees the first valid one, and its weights sum to one.
 
-    Plain softmax is left to the stock kernels as it is. A graph of ONNX takes sequences of one token as well, which
-    have no second value to compare with.
+    A graph of ONNX takes sequences of one token as well, which have no second value to compare with.
     """
     per_position_prior = problem.log_prior is not None and problem.log_prior.shape[-1] > 1
-    one_dot_product = problem.similarity == "dot" and problem.key.shape[2] == 1
     return (
         _is_exact(problem)
         and problem.dropout_p == 0
         and problem.attn_mask is None
-        and not (per_position_prior or one_dot_product)
+        and not per_position_prior
         and not is_exported_to_onnx()
     )
 
 
-def _attend_around_common_value(attention: Callable[[MixtureProblem], Tensor], problem: MixtureProblem) -> Tensor:
-    """Attend to what differs between nearly constant values, then add the constant: it comes back exact.
+class MovedValues(NamedTuple):
+    """A call whose nearly constant values were moved to zero, and the way back: the constant comes back exact.
 
-    The average of values does not care where zero is, but the rounding of a long sum does. A row that sees one key
-    alone is given its value: it must not learn of the second one, not even in its last bit.
+    The average of values does not care where zero is, but the rounding of a long sum does.
     """
+
+    problem: MixtureProblem
+    first: Tensor
+    """The first value of each sequence, ``[B, Hkv, S, Dv]``."""
+    common: Tensor | None
+    """By what the values were moved, ``[B, Hkv, S, Dv]``; ``None``: not at all."""
+
+    def back(self, out: Tensor, is_blind: Tensor | None = None) -> Tensor:
+        """``out [B, H, Nq, Dv]`` of the moved call as that of the call itself. Rows that are ``is_blind`` stay 0.
+
+        A row that sees one key alone is given its value: it must not learn of the second one, not even in its last bit.
+        """
+        problem = self.problem
+        is_packed = problem.cu_seqlens_q is not None
+        may_see_one = is_packed or problem.is_causal or problem.key_mask is not None or problem.key.shape[3] == 1
+        if self.common is None and not may_see_one:
+            return out
+        with torch.no_grad():
+            visible = problem.count_visible_keys()[..., None]
+            if is_blind is not None:
+                visible = visible.masked_fill(is_blind, 0)
+            exact = out
+            if self.common is not None:
+                exact = out + problem.at_queries(self.common).masked_fill(visible == 0, 0.0)
+            exact = torch.where(visible == 1, problem.at_queries(self.first), exact)
+        return with_value(out, exact)
+
+
+def move_values(problem: MixtureProblem) -> MovedValues:
+    """Where :func:`may_move_values` allows it."""
     first, common = problem.common_value()
     # Where it can be asked without stalling a device: mostly there is no constant to move.
-    is_moved = not may_inspect_values(common) or bool(common.any())
-    out = attention(problem._replace(value=problem.value - problem.at_keys(common)) if is_moved else problem)
-    is_packed = problem.cu_seqlens_q is not None
-    may_see_one = is_packed or problem.is_causal or problem.key_mask is not None or problem.key.shape[3] == 1
-    if not (is_moved or may_see_one):
-        return out
-    with torch.no_grad():
-        visible = problem.count_visible_keys()[..., None]
-        first, common = problem.at_queries(first), problem.at_queries(common)
-        exact = out + common.masked_fill(visible == 0, 0.0) if is_moved else out
-        exact = torch.where(visible == 1, first, exact)
-    return with_value(out, exact)
+    if may_inspect_values(common) and not bool(common.any()):
+        return MovedValues(problem, first, None)
+    return MovedValues(problem._replace(value=problem.value - problem.at_keys(common)), first, common)

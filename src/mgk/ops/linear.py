@@ -9,7 +9,14 @@ from torch import Tensor
 
 from mgk.ops import linear_chunked, linear_reference
 from mgk.ops.autograd import with_zero_gradients
-from mgk.ops.dispatch import LINEAR_BACKENDS, choose_linear_backend, sequences_of, without_autocast
+from mgk.ops.dispatch import (
+    LINEAR_BACKENDS,
+    choose_linear_backend,
+    may_move_values,
+    move_values,
+    sequences_of,
+    without_autocast,
+)
 from mgk.ops.feature_maps import FeatureMap, Map, resolve
 from mgk.ops.linear_problem import LinearProblem
 from mgk.ops.packed import as_batch, check_tokens, packed_visibility
@@ -225,12 +232,20 @@ def _attend(problem: LinearProblem, backend: str, wants_state: bool = False) -> 
     if backend == "triton":
         return _attend_fused(problem, wants_state)
     implementation = linear_reference if backend == "reference" else linear_chunked
+    # A state holds sums of the values as they are.
+    holds_state = wants_state or problem.state is not None
+    moved = None
+    if problem.normalization == "sum" and not holds_state and not mixture.is_empty and may_move_values(mixture):
+        moved = move_values(mixture)
+        problem = problem._replace(mixture=moved.problem)
     with without_autocast(mixture):
         found, state = implementation.sums(problem)
         numerator, total = found[..., :-1], found[..., -1:]
         if problem.normalization == "length":
             total = problem.counts().sqrt()[:, None, :, None]
         out = numerator / total.masked_fill(total == 0, 1.0)
+    if moved is not None:
+        out = moved.back(out, is_blind=total == 0)
     return out.to(mixture.query.dtype), state
 
 

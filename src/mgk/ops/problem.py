@@ -139,17 +139,18 @@ class MixtureProblem(NamedTuple):
     def common_value(self) -> tuple[Tensor, Tensor]:
         """The first valid value of a sequence, and where zero may be moved to before its values are summed.
 
-        Both ``[B, Hkv, S, Dv]``, detached. The second is 0 except in channels in which the first two values nearly
-        agree. To move the others would cost: values around zero average to little, and the gradients live on that.
+        Both ``[B, Hkv, S, Dv]``, detached. The second is the first value in channels in which the first two values
+        nearly agree, and else 0. To move the others would cost: values around zero average to little, and the gradients
+        live on that.
         """
         value = self.value.detach()
         first = _nth_valid(1, value, self.key_mask, self.cu_seqlens_k)
         if value.shape[2] == 1:
             return first, torch.zeros_like(first)
         second = _nth_valid(2, value, self.key_mask, self.cu_seqlens_k)
-        common = _in_common(first, second)
-        agree = (first - second).abs() <= CHANNEL_SPREAD * common.abs()
-        return first, torch.where(agree, common, 0.0)
+        # Of an infinite value neither side is smaller than the other.
+        agree = (first - second).abs() < CHANNEL_SPREAD * first.abs()
+        return first, torch.where(agree, first, 0.0)
 
     def at_keys(self, of_sequence: Tensor) -> Tensor:
         """``[B, Hkv, S, X]``, what each sequence has, as what each of its keys has: ``[B, Hkv, Nk or 1, X]``."""
@@ -178,11 +179,14 @@ class MixtureProblem(NamedTuple):
             if self.key_mask is not None:
                 visible = visible & self.key_mask[:, None, None, :]
             return visible.sum(dim=-1)
-        valid = torch.ones(1, num_keys, dtype=torch.bool, device=device) if self.key_mask is None else self.key_mask
-        if not self.is_causal:
-            return valid.sum(dim=-1)[:, None, None]
-        up_to = torch.nn.functional.pad(valid.cumsum(dim=-1), (1, 0))
-        seen = (torch.arange(num_queries, device=device) + self.causal_offset + 1).clamp(min=0)
+        if not self.is_causal and self.key_mask is None:
+            return torch.full((1, 1, 1), num_keys, device=device)
+        if not self.is_causal and self.key_mask is not None:
+            return self.key_mask.sum(dim=-1)[:, None, None]
+        seen = torch.arange(1 + self.causal_offset, 1 + num_keys, device=device).clamp(min=0)
+        if self.key_mask is None:
+            return seen[None, None]
+        up_to = torch.nn.functional.pad(self.key_mask.cumsum(dim=-1), (1, 0))
         return up_to[:, None, seen]
 
 
