@@ -53,8 +53,9 @@ def mixture_attention(
             ``Hkv``: ``H / Hkv`` neighbouring query heads share a key/value head (multi-query, grouped-query).
         value: ``[B, Hkv, Nk, Dv]``.
         shift: ``[Hkv, M, D]``: the key of component r at position j is ``key_j + shift_r``.
-        log_prior: ``[M]``, ``[Hkv, M]`` or ``[Hkv, M, Nk]``. ``None`` is uniform. It need not be normalised, and -inf
-            switches a component off.
+        log_prior: ``[M]``, ``[Hkv, M]``, ``[Hkv, M, Nk]`` or ``[B, Hkv, M, Nk]``. ``None`` is uniform. It need not be
+            normalised, and -inf switches a component off. The last two forms are a bias of each key position, one for
+            all samples or one for each.
         variance: a number, ``[M]`` or ``[Hkv, M]``. ``None`` is ``sqrt(D)``. A number tells the fast backends that all
             components share it.
         similarity: ``"gaussian"`` or ``"dot"``.

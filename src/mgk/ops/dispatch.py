@@ -176,14 +176,15 @@ def sequences_of(problem: MixtureProblem) -> Iterator[MixtureProblem]:
     if is_mapped(problem.cu_seqlens_q) or is_mapped(problem.cu_seqlens_k):
         raise ValueError("vmap cannot map over the boundaries of packed sequences, got a cu_seqlens that it maps")
     bounds, key_bounds = pairwise(problem.cu_seqlens_q.tolist()), pairwise(problem.cu_seqlens_k.tolist())
-    per_position = problem.log_prior is not None and problem.log_prior.shape[-1] > 1
+    by_key = problem.has_prior_by_key
     for (first, end), (first_key, end_key) in zip(bounds, key_bounds, strict=True):
         keys = slice(first_key, end_key)
         yield problem._replace(
             query=problem.query[:, :, first:end],
             key=problem.key[:, :, :, keys],
             value=problem.value[:, :, keys],
-            log_prior=problem.log_prior[:, :, keys] if per_position else problem.log_prior,  # type: ignore[index]
+            # As that of a sample: of one key too it is a prior by key.
+            log_prior=problem.log_prior[None, :, :, keys] if by_key else problem.log_prior,  # type: ignore[index]
             key_mask=None if problem.key_mask is None else problem.key_mask[:, keys],
             query_mask=None if problem.query_mask is None else problem.query_mask[:, first:end],
             cu_seqlens_q=None,
@@ -370,12 +371,11 @@ def may_move_values(problem: MixtureProblem) -> bool:
 
     A graph of ONNX takes sequences of one token as well, which have no second value to compare with.
     """
-    per_position_prior = problem.log_prior is not None and problem.log_prior.shape[-1] > 1
     return (
         _is_exact(problem)
         and problem.dropout_p == 0
         and problem.attn_mask is None
-        and not per_position_prior
+        and not problem.has_prior_by_key
         and not is_exported_to_onnx()
     )
 

@@ -52,7 +52,7 @@ def linear_mixture_attention(
         key: ``[B, Hkv, M, Nk, D]``, or ``[B, Hkv, Nk, D]`` for one component or shifted keys.
         value: ``[B, Hkv, Nk, Dv]``.
         shift: ``[Hkv, M, D]``: the key of component r is ``key_j + shift_r``.
-        log_prior: ``[M]``, ``[Hkv, M]`` or ``[Hkv, M, Nk]``; ``None`` is uniform.
+        log_prior: ``[M]``, ``[Hkv, M]``, ``[Hkv, M, Nk]`` or ``[B, Hkv, M, Nk]``; ``None`` is uniform.
         feature_map: ``"elu"`` (elu + 1), ``"relu"``, ``"dpfp"``, ``"favor"`` (positive random features, always the
             same), a function from ``[..., D]`` to ``[..., F]`` whose values are not negative, or a
             :class:`mgk.FeatureMap` of two such functions.

@@ -46,7 +46,7 @@ def mixture_attention_varlen(
         max_seqlen_q: what other libraries want to be told. Nothing depends on it; one that is too small is an error.
         max_seqlen_k: likewise.
         shift: ``[Hkv, M, D]``.
-        log_prior: ``[M]``, ``[Hkv, M]`` or ``[Hkv, M, Tk]``.
+        log_prior: ``[M]``, ``[Hkv, M]`` or ``[Hkv, M, Tk]``, which has an entry for each key of each sequence.
         variance: a number, ``[M]`` or ``[Hkv, M]``.
         similarity: ``"gaussian"`` or ``"dot"``.
         assignment: ``"soft"`` or ``"hard"``.

@@ -75,7 +75,7 @@ def place(problem: MixtureProblem) -> Placed:
         causal_offset = keys.starts + keys.lengths - queries.starts - queries.lengths
         spans = (_spans(queries, keys, causal_offset, padding), _spans(keys, queries, causal_offset, padding))
     prior = problem.log_prior
-    if prior is not None and prior.shape[-1] > 1:
+    if prior is not None and problem.has_prior_by_key:
         prior = _spread(prior, keys, dim=2)
     placed = problem._replace(
         query=_spread(problem.query, queries, dim=2),
