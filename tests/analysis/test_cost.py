@@ -79,15 +79,14 @@ def test_adaptive_softmax():
     assert forward_flops(model, **inputs, labels=labels) == expected
 
 
-def by_the_identities(q, k, v, *, shift=None, similarity="gaussian", **_):
+def by_the_identities(problem, backend):
     """The matrix products of mixture attention, and nothing that makes sense: for torch to count."""
-    group = q.shape[1] // v.shape[1]
+    q, k, v, shift, group = problem.query, problem.key, problem.value, problem.shift, problem.group_size
     v = v.repeat_interleave(group, dim=1)
     if shift is not None:
         q @ shift.repeat_interleave(group, dim=0).mT.to(q)
-        if similarity == "gaussian":
-            k @ shift.mT.to(k)
-        k = k[:, :, None]
+        if problem.similarity == "gaussian":
+            k[:, :, 0] @ shift.mT.to(k)
     k = k.repeat_interleave(group, dim=1)
     products = q[:, :, None] @ k.mT
     return products.sum(dim=2) @ v
@@ -99,7 +98,7 @@ def by_the_identities(q, k, v, *, shift=None, similarity="gaussian", **_):
 def test_torch_counts_the_same(monkeypatch, kind, attention, changes):
     model, inputs = make_model(kind, attention, **changes), make_inputs(kind)
     ours = forward_flops(model, **inputs)
-    monkeypatch.setattr(mgk.nn.attention, "mixture_attention", by_the_identities)
+    monkeypatch.setattr(mgk.nn.attention, "attend", by_the_identities)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(**inputs)
     # Torch counts the angles of rotary positions, frequency times position, as a product of matrices.

@@ -40,13 +40,13 @@ def test_the_step_trains():
 
 
 def test_a_model_that_is_wrong_gets_no_number(monkeypatch):
-    right = mgk.ops.attention.mixture_attention
+    right = mgk.ops.dispatch.attend
 
-    def wrong(*args, shift=None, **options):
-        out = right(*args, shift=shift, **options)
-        return out if shift is None or options["backend"] == "reference" else 1.5 * out
+    def wrong(problem, backend):
+        out = right(problem, backend)
+        return out if problem.shift is None or backend == "reference" else 1.5 * out
 
-    monkeypatch.setattr("mgk.nn.attention.mixture_attention", wrong)
+    monkeypatch.setattr("mgk.nn.attention.attend", wrong)
     chosen = [matcher for matcher in matchers(("smgk",), CPU) if not matcher.drops_out]
     found = compare(chosen, pairs=2, tokens=16, device=CPU, effort=Effort(rounds=2, seconds=1, fewest=2))
     assert [each["preset"] for each in found.failures] == ["smgk"]

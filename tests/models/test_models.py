@@ -112,7 +112,7 @@ def test_unknown_implementations_are_refused():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there the fused kernels run")
 def test_fused_kernels_want_a_gpu(monkeypatch):
     """`attn_implementation="triton"` is accepted, and says what is missing when it is run without a GPU."""
-    monkeypatch.setattr(mgk.ops.attention, "_HAS_TRITON", False)
+    monkeypatch.setattr(mgk.ops.dispatch, "_HAS_TRITON", False)
     model = MGKModel._from_config(MGKConfig(hidden_size=32), attn_implementation="triton").eval()
     with pytest.raises(ValueError, match="backend='triton' cannot do tensors on cpu"):
         model(input_ids=torch.ones(1, 4, dtype=torch.long))

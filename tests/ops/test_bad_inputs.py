@@ -135,7 +135,7 @@ BAD = [
 @pytest.mark.parametrize(("changes", "error", "message"), BAD, ids=[message[:60] for _, _, message in BAD])
 def test_bad_input_is_refused(changes, error, message, monkeypatch):
     for backend in ("reference", "chunked", "sdpa"):
-        monkeypatch.setitem(mgk.ops.attention._ATTENTION, backend, lambda _: pytest.fail("work began"))
+        monkeypatch.setattr(mgk.ops.dispatch._BACKENDS[backend], "attention", lambda _: pytest.fail("work began"))
     with pytest.raises(error, match=re.escape(message)):
         call(**changes)
 

@@ -9,9 +9,10 @@ import torch
 
 import mgk
 from mgk.ops import cpu
-from mgk.ops.attention import choose_backend
 from mgk.ops.cpu import grid
 from mgk.ops.cpu.memory import LARGEST_KEPT, workspace
+from mgk.ops.dispatch import choose_backend
+from mgk.ops.problem import Mixture, Visibility
 from mgk.ops.validation import make_problem
 
 BENCHMARK = Path(__file__).parents[2] / "results" / "bench" / "layer-cpu.json"
@@ -100,12 +101,9 @@ def test_rows_that_are_too_wide_do_not_disturb_the_others():
     assert not wide.all()
 
 
-def problem_of(query, key, value, **options):
-    settings = {
-        "shift": None, "log_prior": None, "variance": None, "similarity": "gaussian", "assignment": "soft",
-        "is_causal": False, "key_mask": None, "query_mask": None, "attn_mask": None,
-    }  # fmt: skip
-    return make_problem(query, key, value, **{**settings, **options})
+def problem_of(query, key, value, dropout_p=0.0, **options):
+    mixture = {name: options.pop(name) for name in Mixture._fields if name in options}
+    return make_problem(query, key, value, Mixture(**mixture), Visibility(**options), dropout_p)
 
 
 def test_calls_share_memory_but_not_numbers():

@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
-from mgk.ops import attention, softmax_kernel
-from mgk.ops.attention import choose_backend
+from mgk.ops import dispatch, softmax_kernel
+from mgk.ops.dispatch import choose_backend
+from mgk.ops.problem import Mixture, Visibility
 from mgk.ops.softmax_kernel import Faster
 from mgk.ops.validation import make_problem
 
@@ -22,23 +23,20 @@ def _measured(monkeypatch):
     monkeypatch.setattr(softmax_kernel, "_table", TABLE)
     monkeypatch.setattr(softmax_kernel, "architecture", lambda index: "sm90")
     monkeypatch.setattr(
-        attention, "is_half_on_gpu", lambda problem: problem.query.dtype in (torch.float16, torch.bfloat16)
+        dispatch, "is_half_on_gpu", lambda problem: problem.query.dtype in (torch.float16, torch.bfloat16)
     )
 
 
 def backend(
     batch=2, heads=4, tokens=128, head_dim=32, *, kv_heads=None, keys=None, value_dim=None, dtype=torch.bfloat16,
-    requires_grad=False, similarity="dot", **options,
+    requires_grad=False, similarity="dot", variance=None, dropout_p=0.0, **visibility,
 ):  # fmt: skip
     keys, kv_heads = keys or tokens, kv_heads or heads
     query = torch.zeros(batch, heads, tokens, head_dim, dtype=dtype, requires_grad=requires_grad)
     key = torch.zeros(batch, kv_heads, keys, head_dim, dtype=dtype)
     value = torch.zeros(batch, kv_heads, keys, value_dim or head_dim, dtype=dtype)
-    problem = make_problem(
-        query, key, value, similarity=similarity,
-        **{"shift": None, "log_prior": None, "variance": None, "assignment": "soft", "is_causal": False,
-           "key_mask": None, "query_mask": None, "attn_mask": None, "dropout_p": 0.0, **options},
-    )  # fmt: skip
+    mixture = Mixture(variance=variance, similarity=similarity)
+    problem = make_problem(query, key, value, mixture, Visibility(**visibility), dropout_p)
     return choose_backend(problem, "auto")
 
 
@@ -92,11 +90,8 @@ def test_a_measurement_of_stock_kernels_gets_them():
 
 def test_the_choice_is_compiled_without_a_break(monkeypatch):
     def is_ours(query):
-        options = {
-            "shift": None, "log_prior": None, "variance": None, "similarity": "dot", "assignment": "soft",
-            "is_causal": False, "key_mask": None, "query_mask": None, "attn_mask": None, "dropout_p": 0.0,
-        }  # fmt: skip
-        return query + int(softmax_kernel.is_faster(make_problem(query, query, query, **options)))
+        problem = make_problem(query, query, query, Mixture(similarity="dot"), Visibility())
+        return query + int(softmax_kernel.is_faster(problem))
 
     compiled = torch.compile(is_ours, backend="eager", fullgraph=True, dynamic=True)
     monkeypatch.setattr(softmax_kernel, "architecture", torch.compiler.assume_constant_result(lambda index: "sm90"))

@@ -15,7 +15,9 @@ from mgk.models.linear_state import linear_state
 from mgk.models.positions import Rotation
 from mgk.models.visibility import Visibility
 from mgk.nn import PRESETS, MixtureAttention
-from mgk.ops import linear_mixture_step, linear_mixture_weights
+from mgk.ops.linear import attend_in_linear_step, linear_weights, make_linear_problem
+from mgk.ops.problem import Mixture
+from mgk.ops.problem import Visibility as VisibilityOfCall
 
 # transformers' names of attention implementations, and the backends they mean. `auto` takes the stock kernels of `sdpa`
 # wherever they can do what was asked, and blocks of plain torch otherwise.
@@ -127,15 +129,15 @@ class MGKAttention(MixtureAttention):
         if output_attentions and held.state is not None:
             raise ValueError("linear attention keeps no keys to show weights of, got output_attentions and a past")
         keys = self._unpack(keys)
-        options: dict[str, Any] = {
-            "shift": self._late_shift(), "log_prior": self.prior(),
-            "feature_map": self.feature_map, "is_causal": True, "key_mask": visibility.token_mask,
-        }  # fmt: skip
-        out, state = linear_mixture_step(query, keys, value, state=held.state, backend=self.backend, **options)
+        assert self.feature_map is not None
+        mixture = Mixture(self._late_shift(), self.prior())
+        seen = VisibilityOfCall(is_causal=True, key_mask=visibility.token_mask)
+        problem = make_linear_problem(query, keys, value, mixture, seen, self.feature_map, self.normalization)
+        out, state = attend_in_linear_step(problem, held.state, self.backend)
         held.take(state, query.shape[2])
         weights = None
         if output_attentions:
-            weights = linear_mixture_weights(query, keys, **options)
+            weights = linear_weights(problem)
             out = weights @ value.to(weights.dtype).repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
             out = out.to(query.dtype)
         return self.out_proj(out.transpose(1, 2).flatten(2)), weights

@@ -12,7 +12,7 @@ from mgk.models.configuration import MGKConfig
 from mgk.models.loss import cross_entropy, mean_loss
 from mgk.models.model import MGKModel
 from mgk.models.pretrained import ForwardOptions, MGKPreTrainedModel
-from mgk.ops.packed import sequence_of_tokens
+from mgk.ops.boundaries import sequence_of_tokens
 
 
 def sum_over_tokens(hidden_states: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from mgk.ops.packed import check_boundaries, sequence_of_tokens
+from mgk.ops.boundaries import sequence_of_tokens
 from mgk.ops.transforms import is_transformed
-from mgk.ops.validation import is_traced, may_inspect_values
+from mgk.ops.validation import check_boundaries, is_traced, may_inspect_values
 
 # A number to add to logits that is no bias but means "do not attend": the least of fp16, and anything below.
 LARGEST_BIAS = -6e4
@@ -129,7 +129,7 @@ def packed_visibility(
     """
     if len(tokens) != 1:
         raise ValueError(f"packed sequences must lie in one row, got {len(tokens)} rows beside {name}")
-    check_boundaries(name, cu_seqlens, tokens[0])
+    check_boundaries(name, cu_seqlens, tokens.shape[1], tokens.device)
     if attention_mask is not None:
         raise ValueError(f"packed sequences have no padding, got an attention mask beside {name}")
     if cache is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,20 +11,13 @@ from torch import Tensor, nn
 from mgk.nn.keys import SHIFT_INITS, ProjectedKeys, ShiftedKeys
 from mgk.nn.prior import EMPrior, LearnedPrior, UniformPrior
 from mgk.nn.variance import FixedVariance, LearnedVariance
-from mgk.ops import (
-    FeatureMap,
-    linear_mixture_attention,
-    linear_mixture_attention_varlen,
-    linear_mixture_weights,
-    mixture_attention,
-    mixture_attention_varlen,
-    mixture_weights,
-)
-from mgk.ops.attention import BACKENDS
+from mgk.ops import FeatureMap
+from mgk.ops.dispatch import BACKENDS, LINEAR_BACKENDS, attend
+from mgk.ops.dispatch import weights as materialised_weights
 from mgk.ops.feature_maps import Map, resolve
-from mgk.ops.linear import LINEAR_BACKENDS, NORMALIZATIONS
-from mgk.ops.packed import pairs_within_sequences
-from mgk.ops.validation import ASSIGNMENTS, SIMILARITIES, check_choice
+from mgk.ops.linear import NORMALIZATIONS, attend_linearly, linear_weights, make_linear_problem
+from mgk.ops.problem import Mixture, Visibility
+from mgk.ops.validation import ASSIGNMENTS, SIMILARITIES, check_choice, make_problem
 
 KEYS = ("projected", "shifted")
 PRIORS = ("learned", "uniform", "em")
@@ -226,19 +218,14 @@ class MixtureAttention(nn.Module):
         is_causal: bool | None = None,
     ) -> Tensor:
         """The weights that :meth:`forward` would use without dropout, ``[B, H, Nq, Nk]``, materialised for analysis."""
+        q = self.project_query(query)
         k, shift = self.project_key(query if key is None else key)
+        causal = self.is_causal if is_causal is None else is_causal
+        visibility = Visibility(causal, key_mask, query_mask, attn_mask)
         if self.feature_map is not None:
-            self._refuse_pairs(attn_mask)
-            return linear_mixture_weights(
-                self.project_query(query), k, shift=shift, log_prior=self.prior(), feature_map=self.feature_map,
-                is_causal=self.is_causal if is_causal is None else is_causal, key_mask=key_mask, query_mask=query_mask,
-            )  # fmt: skip
-        return mixture_weights(
-            self.project_query(query), k, shift=shift, log_prior=self.prior(), variance=self.variance(),
-            similarity=self.similarity, assignment=self.assignment,
-            is_causal=self.is_causal if is_causal is None else is_causal,
-            key_mask=key_mask, query_mask=query_mask, attn_mask=attn_mask,
-        )  # fmt: skip
+            mixture = Mixture(shift, self.prior())
+            return linear_weights(make_linear_problem(q, k, None, mixture, visibility, self.feature_map, "sum"))
+        return materialised_weights(make_problem(q, k, None, self._mixture(shift), visibility))
 
     def project_query(self, query: Tensor) -> Tensor:
         """``[B, Nq, embed_dim]`` to ``[B, H, Nq, D]``."""
@@ -287,104 +274,41 @@ class MixtureAttention(nn.Module):
             ``[B, Nq, embed_dim]``; and, where ``need_weights`` asks for them, the weights ``[B, H, Nq, Nk]`` that it
             was computed from, dropout included.
         """
+        visibility = Visibility(is_causal, key_mask, query_mask, attn_mask, cu_seqlens, cu_seqlens_k)
         if self.feature_map is not None:
-            self._refuse_pairs(attn_mask)
-            return self._attend_linearly(
-                q, k, v, shift, key_mask, query_mask, is_causal, need_weights, cu_seqlens, cu_seqlens_k
-            )
-        log_prior, variance = self.prior(), self.variance()
-        mixture: dict[str, Any] = {
-            "shift": shift,
-            "log_prior": log_prior,
-            "variance": variance,
-            "similarity": self.similarity,
-        }
-        visible: dict[str, Any] = {
-            "is_causal": is_causal,
-            "key_mask": key_mask,
-            "query_mask": query_mask,
-            "attn_mask": attn_mask,
-        }
-        dropout, weights = self.dropout if self.training else 0.0, None
-        if cu_seqlens is not None:
-            if attn_mask is not None:
-                raise ValueError("packed sequences take no attn_mask, got cu_seqlens and attn_mask")
-            if len(q) != 1:
-                raise ValueError(f"packed sequences must lie in one row, [1, T, {self.embed_dim}], got {len(q)} rows")
-            if need_weights:
-                # Every pair is written out anyway.
-                visible["attn_mask"] = pairs_within_sequences(cu_seqlens, cu_seqlens_k, q.shape[2], k.shape[-2])
-            else:
-                out = self._attend_packed(q, k, v, cu_seqlens, cu_seqlens_k, dropout, mixture, visible)
-                return self.out_proj(out), None
+            out, weights = self._attend_linearly(q, k, v, Mixture(shift, self.prior()), visibility, need_weights)
+            return self.out_proj(out.transpose(1, 2).flatten(2)), weights
+        mixture = self._mixture(shift)
+        problem = make_problem(q, k, v, mixture, visibility, self.dropout if self.training else 0.0)
+        weights = None
         if need_weights:
-            weights = F.dropout(mixture_weights(q, k, assignment=self.assignment, **mixture, **visible), dropout)
+            weights = F.dropout(materialised_weights(problem), problem.dropout_p)
             out = weights @ v.to(weights.dtype).repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
         else:
-            out = mixture_attention(
-                q, k, v, assignment=self.assignment, dropout_p=dropout, backend=self.backend, **mixture, **visible
-            )
+            out = attend(problem, self.backend)
         if isinstance(self.prior, EMPrior):
-            if query_mask is None and is_self_attention:
+            if query_mask is None and is_self_attention and cu_seqlens_k is None:
                 # A padded token is no valid query either; its output is left alone, but it is not counted.
-                visible["query_mask"] = key_mask
-            out = self.prior.gather(out, q, k, **mixture, **visible)
+                visibility = visibility._replace(query_mask=key_mask)
+            out = self.prior.gather(out, q, k, mixture, visibility)
         return self.out_proj(out.transpose(1, 2).flatten(2)), weights
 
     def _attend_linearly(
-        self, q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, key_mask: Tensor | None,
-        query_mask: Tensor | None, is_causal: bool, need_weights: bool, cu_seqlens: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, q: Tensor, k: Tensor, v: Tensor, mixture: Mixture, visibility: Visibility, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
         assert self.feature_map is not None
-        options: dict[str, Any] = {
-            "shift": shift, "log_prior": self.prior(), "feature_map": self.feature_map, "is_causal": is_causal,
-        }  # fmt: skip
+        problem = make_linear_problem(q, k, v, mixture, visibility, self.feature_map, self.normalization)
         weights = None
-        if cu_seqlens is not None:
-            if len(q) != 1:
-                raise ValueError(f"packed sequences must lie in one row, [1, T, {self.embed_dim}], got {len(q)} rows")
-            if need_weights:
-                raise ValueError("the weights of packed sequences are not formed by linear attention, got need_weights")
-            tokens = [tensor[0].movedim(-2, 0) for tensor in (q, k, v)]
-            out = linear_mixture_attention_varlen(
-                *tokens, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens_k, normalization=self.normalization,
-                key_mask=None if key_mask is None else key_mask[0], backend=self.backend,
-                query_mask=None if query_mask is None else query_mask[0], **options,
-            )  # fmt: skip
-            return self.out_proj(out.flatten(1)[None]), None
-        options |= {"key_mask": key_mask, "query_mask": query_mask}
         if need_weights:
             # Of what is materialised for analysis the rows sum to 1, whatever the layer divides by.
-            weights = linear_mixture_weights(q, k, **options)
+            weights = linear_weights(problem)
         if weights is not None and self.normalization == "sum":
             out = weights @ v.to(weights.dtype).repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
-            out = out.to(q.dtype)
-        else:
-            out = linear_mixture_attention(q, k, v, normalization=self.normalization, backend=self.backend, **options)
-        return self.out_proj(out.transpose(1, 2).flatten(2)), weights
+            return out.to(q.dtype), weights
+        return attend_linearly(problem, self.backend), weights
 
-    def _refuse_pairs(self, attn_mask: Tensor | None) -> None:
-        if attn_mask is not None:
-            raise ValueError("linear attention never forms pairs that could be masked, got attn_mask")
-
-    def _attend_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None, dropout: float,
-        mixture: dict[str, Any], visible: dict[str, Any],
-    ) -> Tensor:  # fmt: skip
-        """``[1, T, H * D]``"""
-        tokens = [tensor[0].movedim(-2, 0) for tensor in (q, k, v)]
-        masks = {name: None if visible[name] is None else visible[name][0] for name in ("key_mask", "query_mask")}
-        bounds = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens if cu_seqlens_k is None else cu_seqlens_k}
-        options: dict[str, Any] = {**mixture, **masks, **bounds, "is_causal": visible["is_causal"]}
-        out = mixture_attention_varlen(
-            *tokens, assignment=self.assignment, dropout_p=dropout, backend=self.backend, **options
-        )
-        if isinstance(self.prior, EMPrior):
-            if masks["query_mask"] is None and cu_seqlens_k is None:
-                options["query_mask"] = masks["key_mask"]
-            out = self.prior.gather(out, *tokens[:2], **options)
-        return out.flatten(1)[None]
+    def _mixture(self, shift: Tensor | None) -> Mixture:
+        return Mixture(shift, self.prior(), self.variance(), self.similarity, self.assignment)
 
     def _check_width(self, name: str, tensor: Tensor) -> None:
         if tensor.ndim != 3 or tensor.shape[-1] != self.embed_dim:

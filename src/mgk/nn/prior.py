@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mgk.ops import mixture_responsibilities, mixture_responsibilities_varlen
+from mgk.ops.dispatch import responsibility_sums
+from mgk.ops.problem import Mixture, Visibility
 from mgk.ops.transforms import is_exported_to_onnx, is_transformed
+from mgk.ops.validation import make_problem
 
 
 class UniformPrior(nn.Module):
@@ -72,12 +74,8 @@ class EMPrior(nn.Module):
         """Log-probabilities ``[Hkv, M]``. A copy, since :meth:`update` may write before a backward pass reads it."""
         return self.log_prior.clone()
 
-    def gather(self, out: Tensor, query: Tensor, key: Tensor, **options: Any) -> Tensor:
-        """Return ``out``; when its gradient passes, add up the responsibilities of this attention call.
-
-        ``options`` are those of :func:`mgk.mixture_responsibilities`; or, where ``cu_seqlens_q`` is among them, of its
-        packed form, whose query and key are packed.
-        """
+    def gather(self, out: Tensor, query: Tensor, key: Tensor, mixture: Mixture, visibility: Visibility) -> Tensor:
+        """Return ``out``; when its gradient passes, add up the responsibilities of this attention call."""
         if not (self.training and torch.is_grad_enabled()):
             return out
         if is_transformed() and not is_exported_to_onnx():
@@ -87,9 +85,7 @@ class EMPrior(nn.Module):
             )
         if not out.requires_grad:
             return out
-        tensors = {name: option for name, option in options.items() if isinstance(option, Tensor)}
-        settings = {name: option for name, option in options.items() if not isinstance(option, Tensor)}
-        return _GatherResponsibilities.apply(out, self._probe, query, key, tuple(tensors), settings, *tensors.values())
+        return _GatherResponsibilities.apply(out, self._probe, query, key, *mixture, *visibility)
 
     def gathered(self) -> Tensor:
         """Sum of responsibilities since the last update, ``[Hkv, M]``."""
@@ -136,23 +132,24 @@ class _GatherResponsibilities(torch.autograd.Function):
     """The identity on ``out``, whose backward gives ``probe`` the responsibilities as its gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, out: Tensor, probe: Tensor, query: Tensor, key: Tensor, names: tuple[str, ...],
-        settings: dict[str, Any], *tensors: Tensor,
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(query, key, *tensors)
-        ctx.names, ctx.settings = names, settings
+    def forward(ctx: Any, out: Tensor, probe: Tensor, query: Tensor, key: Tensor, *arguments: Any) -> Tensor:
+        """``arguments``: the fields of the mixture, then those of its visibility."""
+        ctx.save_for_backward(query, key, *(each if isinstance(each, Tensor) else None for each in arguments))
+        ctx.settings = [None if isinstance(each, Tensor) else each for each in arguments]
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         query, key, *tensors = ctx.saved_tensors
-        options = dict(zip(ctx.names, tensors, strict=True))
         if query.dtype != key.dtype:  # under autocast
             query, key = query.float(), key.float()
-        count: Any = mixture_responsibilities_varlen if "cu_seqlens_q" in options else mixture_responsibilities
-        sums = count(query, key, reduction="sum", **options, **ctx.settings)
-        return (grads[0], sums, None, None, None, None, *[None] * len(tensors))
+        pairs = zip(tensors, ctx.settings, strict=True)
+        arguments = [setting if tensor is None else tensor for tensor, setting in pairs]
+        count = len(Mixture._fields)
+        mixture, visibility = Mixture(*arguments[:count]), Visibility(*arguments[count:])
+        # Whatever the assignment is, the responsibilities are those of the mixture.
+        problem = make_problem(query, key, None, mixture._replace(assignment="soft"), visibility)
+        return (grads[0], responsibility_sums(problem, "auto"), *[None] * (2 + len(arguments)))
 
 
 def update_priors(model: nn.Module, skip: Tensor | None = None) -> None:

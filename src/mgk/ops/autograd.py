@@ -101,5 +101,7 @@ def with_value(tensor: Tensor, value: Tensor) -> Tensor:
     if is_transformed():
         # The same in a form of which every derivative is known: the difference is 0.
         return value if is_exported_to_onnx() else value.detach() + (tensor - tensor.detach())
+    if not tensor.requires_grad:
+        return value
     result: Tensor = _WithValue.apply(tensor, value)
     return result

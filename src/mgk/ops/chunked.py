@@ -29,6 +29,11 @@ BLOCK_ELEMENTS = 2**24
 MINIMUM_ROWS = 16
 
 
+def unsupported(problem: MixtureProblem) -> str | None:
+    """Why this backend cannot serve the call: it can serve every one."""
+    return None
+
+
 def attention(problem: MixtureProblem) -> Tensor:
     """``[B, H, Nq, Dv]``"""
     terms = _logit_terms(problem)

@@ -8,25 +8,21 @@ import torch
 from torch import Tensor
 
 from mgk.ops import linear_chunked, linear_reference
-from mgk.ops.attention import fused_unsupported, without_autocast
 from mgk.ops.autograd import with_zero_gradients
+from mgk.ops.dispatch import (
+    LINEAR_BACKENDS,
+    choose_linear_backend,
+    may_move_values,
+    move_values,
+    sequences_of,
+    without_autocast,
+)
 from mgk.ops.feature_maps import FeatureMap, Map, resolve
 from mgk.ops.linear_problem import LinearProblem
-from mgk.ops.packed import (
-    as_batch,
-    check_boundaries,
-    check_number_of_sequences,
-    check_prior,
-    check_tokens,
-    sequences_of,
-    with_batch,
-)
-from mgk.ops.transforms import is_transformed
-from mgk.ops.validation import check_choice, make_problem
+from mgk.ops.packed import as_batch, check_tokens, packed_visibility
+from mgk.ops.problem import Mixture, Visibility
+from mgk.ops.validation import check_choice, fill_padding, make_problem
 
-LINEAR_BACKENDS = ("auto", "reference", "chunked", "triton")
-# Below this, what is left to do is less than what starting several kernels takes.
-FEW_QUERIES = 16
 NORMALIZATIONS = ("sum", "length")
 
 
@@ -71,10 +67,11 @@ def linear_mixture_attention(
     Returns:
         ``[B, H, Nq, Dv]`` in the dtype of ``query``.
     """
-    problem = _make(
-        query, key, value, shift, log_prior, feature_map, normalization, is_causal, key_mask, query_mask, None
+    check_choice("backend", backend, LINEAR_BACKENDS)
+    mixture, visibility = Mixture(shift, log_prior), Visibility(is_causal, key_mask, query_mask)
+    return attend_linearly(
+        make_linear_problem(query, key, value, mixture, visibility, feature_map, normalization), backend
     )
-    return _attend(problem, backend)[0]
 
 
 def linear_mixture_step(
@@ -112,8 +109,10 @@ def linear_mixture_step(
     Returns:
         ``[B, H, Nq, Dv]``, and the new state, in fp32 at least.
     """
-    problem = _make(query, key, value, shift, log_prior, feature_map, "sum", is_causal, key_mask, query_mask, state)
-    return _attend(problem, backend, wants_state=True)
+    check_choice("backend", backend, LINEAR_BACKENDS)
+    mixture, visibility = Mixture(shift, log_prior), Visibility(is_causal, key_mask, query_mask)
+    problem = make_linear_problem(query, key, value, mixture, visibility, feature_map, "sum")
+    return attend_in_linear_step(problem, state, backend)
 
 
 def linear_mixture_attention_varlen(
@@ -142,22 +141,10 @@ def linear_mixture_attention_varlen(
     """
     check_choice("backend", backend, LINEAR_BACKENDS)
     check_tokens(query, key, value)
-    check_prior(log_prior)
-    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    check_boundaries("cu_seqlens_q", cu_seqlens_q, query)
-    check_boundaries("cu_seqlens_k", cu_seqlens_k, key)
-    check_number_of_sequences(cu_seqlens_q, cu_seqlens_k)
-    together = _make(
-        as_batch(query), as_batch(key), as_batch(value), shift, log_prior, feature_map, normalization, is_causal,
-        with_batch("key_mask", key_mask), with_batch("query_mask", query_mask), None,
-    )  # fmt: skip
-    outputs = [
-        _attend(together._replace(mixture=own), backend)[0]
-        for own in sequences_of(together.mixture, cu_seqlens_q, cu_seqlens_k)
-    ]
-    if not outputs:
-        return query.new_zeros(0, query.shape[1], value.shape[-1])
-    return torch.cat(outputs, dim=2)[0].transpose(0, 1)
+    visibility = packed_visibility(is_causal, key_mask, query_mask, cu_seqlens_q, cu_seqlens_k)
+    tokens = as_batch(query), as_batch(key), as_batch(value)
+    problem = make_linear_problem(*tokens, Mixture(shift, log_prior), visibility, feature_map, normalization)
+    return attend_linearly(problem, backend)[0].transpose(0, 1)
 
 
 def linear_mixture_weights(
@@ -172,45 +159,53 @@ def linear_mixture_weights(
     query_mask: Tensor | None = None,
 ) -> Tensor:
     """The weights of :func:`linear_mixture_attention`, ``[B, H, Nq, Nk]``, materialised for analysis."""
-    problem = _make(query, key, None, shift, log_prior, feature_map, "sum", is_causal, key_mask, query_mask, None)
+    mixture, visibility = Mixture(shift, log_prior), Visibility(is_causal, key_mask, query_mask)
+    return linear_weights(make_linear_problem(query, key, None, mixture, visibility, feature_map, "sum"))
+
+
+def make_linear_problem(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    mixture: Mixture,
+    visibility: Visibility,
+    feature_map: str | Map | FeatureMap,
+    normalization: str,
+) -> LinearProblem:
+    """Validate one call of linear attention. Of ``mixture`` it takes shift and prior; the rest means nothing here."""
+    check_choice("normalization", normalization, NORMALIZATIONS)
+    if visibility.attn_mask is not None:
+        raise ValueError("linear attention never forms pairs that could be masked, got attn_mask")
+    problem = make_problem(query, key, value, mixture._replace(similarity="dot"), visibility)
+    return LinearProblem(fill_padding(problem), resolve(feature_map, query.shape[-1], normalization), normalization)
+
+
+def attend_linearly(problem: LinearProblem, backend: str) -> Tensor:
+    """The output of a validated call, ``[B, H, Nq, Dv]``; packed sequences are done one after the other."""
+    mixture = problem.mixture
+    if mixture.cu_seqlens_q is None:
+        return _attend(problem, backend)[0]
+    outputs = [_attend(problem._replace(mixture=own), backend)[0] for own in sequences_of(mixture)]
+    if not outputs:
+        return mixture.query.new_zeros(1, mixture.query.shape[1], 0, mixture.value.shape[-1])
+    return torch.cat(outputs, dim=2)
+
+
+def attend_in_linear_step(problem: LinearProblem, state: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
+    """The output of a validated call that goes on from ``state``, and the new state."""
+    if state is not None:
+        _check_state(problem, state)
+    return _attend(problem._replace(state=state), backend, wants_state=True)
+
+
+def linear_weights(problem: LinearProblem) -> Tensor:
+    """The weights of a validated call, ``[B, H, Nq, Nk]``; a row without any is 0."""
+    if problem.mixture.cu_seqlens_q is not None:
+        raise ValueError("the weights of packed sequences are not formed by linear attention, got cu_seqlens")
     with without_autocast(problem.mixture):
         weight = linear_reference.weights(problem)
     total = weight.sum(dim=-1, keepdim=True)
     return weight / total.masked_fill(total == 0, 1.0)
-
-
-def _make(
-    query: Tensor, key: Tensor, value: Tensor | None, shift: Tensor | None, log_prior: Tensor | None,
-    feature_map: Any, normalization: str, is_causal: bool, key_mask: Tensor | None, query_mask: Tensor | None,
-    state: Tensor | None,
-) -> LinearProblem:  # fmt: skip
-    check_choice("normalization", normalization, NORMALIZATIONS)
-    mixture = make_problem(
-        query, key, value, shift=shift, log_prior=log_prior, variance=None, similarity="dot", assignment="soft",
-        is_causal=is_causal, key_mask=key_mask, query_mask=query_mask, attn_mask=None,
-    )  # fmt: skip
-    return LinearProblem(mixture, resolve(feature_map, query.shape[-1], normalization), normalization, state)
-
-
-def _fused_unsupported(problem: LinearProblem, wants_state: bool) -> str | None:
-    """What the fused kernels cannot do of a call, or ``None``."""
-    mixture = problem.mixture
-    tensors = (mixture.query, mixture.key, mixture.value, mixture.shift, mixture.log_prior, problem.state)
-    reason = fused_unsupported(mixture)
-    if wants_state and torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors):
-        reason = "a state with gradients"
-    if reason is None:
-        from mgk.ops.triton import linear_operator
-
-        reason = linear_operator.unsupported(problem)
-    return reason
-
-
-def _is_fused_best(problem: LinearProblem, wants_state: bool) -> bool:
-    query = problem.mixture.query
-    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16) or is_transformed():
-        return False
-    return query.shape[2] >= FEW_QUERIES and _fused_unsupported(problem, wants_state) is None
 
 
 def _attend_fused(problem: LinearProblem, wants_state: bool) -> tuple[Tensor, Any]:
@@ -232,30 +227,30 @@ def _attend_fused(problem: LinearProblem, wants_state: bool) -> tuple[Tensor, An
 
 def _attend(problem: LinearProblem, backend: str, wants_state: bool = False) -> tuple[Tensor, Any]:
     """Output and state; the fused kernels leave one only if it is wanted."""
-    check_choice("backend", backend, LINEAR_BACKENDS)
     mixture = problem.mixture
-    if problem.state is not None:
-        _check_state(problem)
+    backend = choose_linear_backend(problem, backend, wants_state)
     if backend == "triton":
-        reason = _fused_unsupported(problem, wants_state)
-        if reason is not None:
-            raise ValueError(f"backend='triton' cannot do {reason}: use 'auto', 'chunked' or 'reference'")
-        return _attend_fused(problem, wants_state)
-    if backend == "auto" and _is_fused_best(problem, wants_state):
         return _attend_fused(problem, wants_state)
     implementation = linear_reference if backend == "reference" else linear_chunked
+    # A state holds sums of the values as they are.
+    holds_state = wants_state or problem.state is not None
+    moved = None
+    if problem.normalization == "sum" and not holds_state and not mixture.is_empty and may_move_values(mixture):
+        moved = move_values(mixture)
+        problem = problem._replace(mixture=moved.problem)
     with without_autocast(mixture):
         found, state = implementation.sums(problem)
         numerator, total = found[..., :-1], found[..., -1:]
         if problem.normalization == "length":
             total = problem.counts().sqrt()[:, None, :, None]
         out = numerator / total.masked_fill(total == 0, 1.0)
+    if moved is not None:
+        out = moved.back(out, is_blind=total == 0)
     return out.to(mixture.query.dtype), state
 
 
-def _check_state(problem: LinearProblem) -> None:
-    mixture, state = problem.mixture, problem.state
-    assert state is not None
+def _check_state(problem: LinearProblem, state: Any) -> None:
+    mixture = problem.mixture
     if not isinstance(state, Tensor):
         raise TypeError(f"state must be a tensor, got {type(state).__name__}")
     with torch.no_grad():

@@ -18,7 +18,7 @@ class LinearProblem(NamedTuple):
     """Tensors, masks and priors; similarity and variance mean nothing here."""
     feature_map: FeatureMap
     normalization: str
-    state: Tensor | None
+    state: Tensor | None = None
     """``[B, Hkv, F, Dv + 1]``: what earlier keys have left."""
 
     def query_features(self) -> Tensor:

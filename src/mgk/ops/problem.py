@@ -1,4 +1,4 @@
-"""One attention call after validation: every tensor in its canonical shape, every option checked."""
+"""One attention call as values: what a caller says of the mixture and of who sees whom, and the validated call."""
 
 from __future__ import annotations
 
@@ -7,15 +7,40 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mgk.ops.boundaries import count_visible, nth_valid, sequence_of_tokens
+
 # A value channel whose first two entries differ by less than this, relative to their size, lies around a constant.
 CHANNEL_SPREAD = 2.0**-10
 
 
-class MixtureProblem(NamedTuple):
-    """What every backend receives.
+class Mixture(NamedTuple):
+    """What makes a mixture of the keys, as a caller gives it: the arguments of :func:`mgk.mixture_attention`."""
 
-    Padded keys, values and queries are already filled with zeros, so that whatever stood there (NaN included) can
-    reach neither an output nor a gradient.
+    shift: Tensor | None = None
+    log_prior: Tensor | None = None
+    variance: float | Tensor | None = None
+    similarity: str = "gaussian"
+    assignment: str = "soft"
+
+
+class Visibility(NamedTuple):
+    """Which query sees which key, as a caller gives it: the arguments of :func:`mgk.mixture_attention` and, where the
+    one row of a batch holds sequences that do not see each other, of :func:`mgk.mixture_attention_varlen`."""
+
+    is_causal: bool = False
+    key_mask: Tensor | None = None
+    query_mask: Tensor | None = None
+    attn_mask: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+
+
+class MixtureProblem(NamedTuple):
+    """One call in canonical form, every option checked. A backend receives it from ``mgk.ops.dispatch``.
+
+    There padded keys, values and queries have been filled with zeros, so that whatever stood there (NaN included) can
+    reach neither an output nor a gradient. What holds once for each sequence (:meth:`origin`, :meth:`common_value`) has
+    S = 1 for a padded call, whose sequences are the rows of the batch.
     """
 
     query: Tensor
@@ -40,6 +65,10 @@ class MixtureProblem(NamedTuple):
     attn_mask: Tensor | None
     """bool, four axes, broadcastable to ``[B, H, Nq, Nk]``, True = attend."""
     dropout_p: float
+    cu_seqlens_q: Tensor | None = None
+    """int32 ``[S + 1]``: the queries of the one row are packed sequences; ``None``: each row is one sequence."""
+    cu_seqlens_k: Tensor | None = None
+    """The same of the keys; ``None`` for both or for neither."""
 
     @property
     def num_components(self) -> int:
@@ -71,6 +100,11 @@ class MixtureProblem(NamedTuple):
         return torch.promote_types(self.query.dtype, torch.float32)
 
     @property
+    def parameters(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Shift, prior and variance, as far as they are tensors: what belongs to the mixture and not to a token."""
+        return self.shift, self.log_prior, self.variance if isinstance(self.variance, Tensor) else None
+
+    @property
     def is_empty(self) -> bool:
         return 0 in (*self.query.shape[:3], self.key.shape[3], self.value.shape[-1])
 
@@ -94,42 +128,54 @@ class MixtureProblem(NamedTuple):
         if self.similarity == "dot":
             return query, key
         origin = self.origin()
-        return query - origin.repeat_interleave(self.group_size, dim=1), key - origin[:, :, None]
+        return query - self.at_queries(origin), key - self.at_keys(origin)[:, :, None]
 
     def origin(self) -> Tensor:
-        """``[B, Hkv, 1, D]``, detached: what the first valid key and the first valid query have in common.
+        """``[B, Hkv, S, D]``, detached: what the first valid key and query of a sequence have in common.
 
         Coordinate by coordinate the smaller of the two, or 0 where their signs differ: an offset of all the data is
         found, while a first key that lies far from the others (an attention sink) pulls nothing along. First tokens
         rather than means, because a mean would carry later tokens into the bits of earlier rows.
         """
-        key = _first_valid(self.key.detach()[:, :, 0], self.key_mask)
-        query = _first_valid(self.query.detach()[:, :: self.group_size], self.query_mask)
+        key = _nth_valid(1, self.key.detach()[:, :, 0], self.key_mask, self.cu_seqlens_k)
+        query = _nth_valid(1, self.query.detach()[:, :: self.group_size], self.query_mask, self.cu_seqlens_q)
         return _in_common(key.to(self.compute_dtype), query.to(self.compute_dtype))
 
     def common_value(self) -> tuple[Tensor, Tensor]:
-        """The first valid value, and where zero may be moved to before values are summed.
+        """The first valid value of a sequence, and where zero may be moved to before its values are summed.
 
-        Both ``[B, Hkv, 1, Dv]``, detached. The second is 0 except in channels in which the first two values nearly
-        agree. To move the others would cost: values around zero average to little, and the gradients live on that.
+        Both ``[B, Hkv, S, Dv]``, detached. The second is the first value in channels in which the first two values
+        nearly agree, and else 0. To move the others would cost: values around zero average to little, and the gradients
+        live on that.
         """
         value = self.value.detach()
-        first = _first_valid(value, self.key_mask)
+        first = _nth_valid(1, value, self.key_mask, self.cu_seqlens_k)
         if value.shape[2] == 1:
             return first, torch.zeros_like(first)
-        if self.key_mask is None:
-            second = value[:, :, 1:2]
-        else:
-            later = self.key_mask & (self.key_mask.cumsum(dim=-1) > 1)
-            second = _first_valid(value, later)
-        common = _in_common(first, second)
-        agree = (first - second).abs() <= CHANNEL_SPREAD * common.abs()
-        return first, torch.where(agree, common, 0.0)
+        second = _nth_valid(2, value, self.key_mask, self.cu_seqlens_k)
+        # Of an infinite value neither side is smaller than the other.
+        agree = (first - second).abs() < CHANNEL_SPREAD * first.abs()
+        return first, torch.where(agree, first, 0.0)
+
+    def at_keys(self, of_sequence: Tensor) -> Tensor:
+        """``[B, Hkv, S, X]``, what each sequence has, as what each of its keys has: ``[B, Hkv, Nk or 1, X]``."""
+        if self.cu_seqlens_k is None:
+            return of_sequence
+        return of_sequence.index_select(2, sequence_of_tokens(self.cu_seqlens_k, self.key.shape[3]))
+
+    def at_queries(self, of_sequence: Tensor) -> Tensor:
+        """``[B, Hkv, S, X]``, what each sequence has, as what each of its queries has: ``[B, H, Nq or 1, X]``."""
+        if self.cu_seqlens_q is not None:
+            of_sequence = of_sequence.index_select(2, sequence_of_tokens(self.cu_seqlens_q, self.query.shape[2]))
+        return of_sequence.repeat_interleave(self.group_size, dim=1) if self.group_size > 1 else of_sequence
 
     def count_visible_keys(self) -> Tensor:
         """How many keys each query sees, broadcastable to ``[B, H, Nq]``."""
         num_queries, num_keys = self.query.shape[2], self.key.shape[3]
         device = self.query.device
+        if self.cu_seqlens_q is not None and self.cu_seqlens_k is not None:
+            mask = None if self.key_mask is None else self.key_mask[0]
+            return count_visible(self.cu_seqlens_q, self.cu_seqlens_k, num_queries, mask, self.is_causal)[None, None]
         if self.attn_mask is not None:
             visible = self.attn_mask
             if self.is_causal:
@@ -138,11 +184,14 @@ class MixtureProblem(NamedTuple):
             if self.key_mask is not None:
                 visible = visible & self.key_mask[:, None, None, :]
             return visible.sum(dim=-1)
-        valid = torch.ones(1, num_keys, dtype=torch.bool, device=device) if self.key_mask is None else self.key_mask
-        if not self.is_causal:
-            return valid.sum(dim=-1)[:, None, None]
-        up_to = torch.nn.functional.pad(valid.cumsum(dim=-1), (1, 0))
-        seen = (torch.arange(num_queries, device=device) + self.causal_offset + 1).clamp(min=0)
+        if not self.is_causal and self.key_mask is None:
+            return torch.full((1, 1, 1), num_keys, device=device)
+        if not self.is_causal and self.key_mask is not None:
+            return self.key_mask.sum(dim=-1)[:, None, None]
+        seen = torch.arange(1 + self.causal_offset, 1 + num_keys, device=device).clamp(min=0)
+        if self.key_mask is None:
+            return seen[None, None]
+        up_to = torch.nn.functional.pad(self.key_mask.cumsum(dim=-1), (1, 0))
         return up_to[:, None, seen]
 
 
@@ -152,9 +201,14 @@ def _in_common(one: Tensor, other: Tensor) -> Tensor:
     return common.nan_to_num(0.0, 0.0, 0.0)
 
 
-def _first_valid(tensor: Tensor, mask: Tensor | None) -> Tensor:
-    """The first row that is not padding, ``[B, H, N, D]`` to ``[B, H, 1, D]``."""
+def _nth_valid(number: int, tensor: Tensor, mask: Tensor | None, boundaries: Tensor | None) -> Tensor:
+    """The first or second row of each sequence that is not padding, ``[B, H, N, D]`` to ``[B, H, S, D]``."""
+    if boundaries is not None:
+        rows = nth_valid(number, boundaries, tensor.shape[2], None if mask is None else mask[0])
+        return tensor.index_select(2, rows)
     if mask is None:
-        return tensor[:, :, :1]
-    first = mask.to(torch.int8).argmax(dim=-1)
-    return tensor.gather(2, first[:, None, None, None].expand(-1, tensor.shape[1], 1, tensor.shape[-1]))
+        return tensor[:, :, number - 1 : number]
+    if number > 1:
+        mask = mask & (mask.cumsum(dim=-1) >= number)
+    row = mask.to(torch.int8).argmax(dim=-1)
+    return tensor.gather(2, row[:, None, None, None].expand(-1, tensor.shape[1], 1, tensor.shape[-1]))

@@ -18,6 +18,11 @@ from torch import Tensor
 from mgk.ops.problem import MixtureProblem
 
 
+def unsupported(problem: MixtureProblem) -> str | None:
+    """Why this backend cannot serve the call: it can serve every one."""
+    return None
+
+
 def attention(problem: MixtureProblem) -> Tensor:
     """``out[i] = sum_j weight[i,j] v_j``, ``[B, H, Nq, Dv]``."""
     weight, _ = _unnormalised_weights(problem)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 from numbers import Real
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from mgk.ops.problem import MixtureProblem
+from mgk.ops.problem import Mixture, MixtureProblem, Visibility
 from mgk.ops.transforms import is_transformed
 
 FLOATING_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -46,8 +47,7 @@ def may_inspect_values(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" or _debug_checks
 
 
-def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
-    choices = tuple(choices)
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
@@ -56,33 +56,63 @@ def make_problem(
     query: Tensor,
     key: Tensor,
     value: Tensor | None,
-    *,
-    shift: Tensor | None,
-    log_prior: Tensor | None,
-    variance: float | Tensor | None,
-    similarity: str,
-    assignment: str,
-    is_causal: bool,
-    key_mask: Tensor | None,
-    query_mask: Tensor | None,
-    attn_mask: Tensor | None,
+    mixture: Mixture,
+    visibility: Visibility,
     dropout_p: float = 0.0,
-    fills_padding: bool = True,
 ) -> MixtureProblem:
     """Validate one call and bring it into canonical form. Without ``value`` a value of width 0 stands in.
 
-    ``fills_padding=False`` leaves it to :func:`fill_padding`, for a kernel that never reads padded keys: a step of
-    generation must not copy the cache.
+    Padding is still as it came: a step of generation must not copy the cache. See :func:`fill_padding`.
     """
-    check_choice("similarity", similarity, SIMILARITIES)
-    check_choice("assignment", assignment, ASSIGNMENTS)
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be a bool, got {type(is_causal).__name__}")
+    _check_options(mixture, visibility, dropout_p)
+    query, key, value = _canonical_operands(query, key, value)
+    batch, num_heads, num_queries, _ = query.shape
+    _, num_kv_heads, key_components, num_keys, _ = key.shape
+    shift = mixture.shift
+    if shift is not None:
+        _check_shift(shift, query, key)
+    num_components = key_components if shift is None else shift.shape[1]
+    lacks_axis = num_components == 1 and shift is None
+
+    log_prior = _canonical_log_prior(mixture.log_prior, query, num_kv_heads, num_components, num_keys, lacks_axis)
+    variance = _canonical_variance(mixture.variance, query, num_kv_heads, num_components)
+    key_mask = _check_mask("key_mask", visibility.key_mask, (batch, num_keys), query)
+    query_mask = _check_mask("query_mask", visibility.query_mask, (batch, num_queries), query)
+    attn_mask = _canonical_attn_mask(visibility.attn_mask, (batch, num_heads, num_queries, num_keys), query)
+    if attn_mask is not None and attn_mask.shape[1] == 1 and attn_mask.shape[2] == 1:
+        # A mask that depends on neither head nor query is a key mask, which every backend handles in linear memory.
+        same_for_all = attn_mask[:, 0, 0].expand(batch, num_keys)
+        key_mask = same_for_all if key_mask is None else key_mask & same_for_all
+        attn_mask = None
+    cu_seqlens_q, cu_seqlens_k = visibility.cu_seqlens_q, visibility.cu_seqlens_k
+    if cu_seqlens_q is not None:
+        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        _check_packed(query, num_keys, cu_seqlens_q, cu_seqlens_k, visibility.attn_mask)
+
+    return MixtureProblem(
+        query, key, value, shift, log_prior, variance, mixture.similarity, mixture.assignment, visibility.is_causal,
+        key_mask, query_mask, attn_mask, float(dropout_p), cu_seqlens_q, cu_seqlens_k,
+    )  # fmt: skip
+
+
+def _check_options(mixture: Mixture, visibility: Visibility, dropout_p: float) -> None:
+    check_choice("similarity", mixture.similarity, SIMILARITIES)
+    check_choice("assignment", mixture.assignment, ASSIGNMENTS)
+    if not isinstance(visibility.is_causal, bool):
+        raise TypeError(f"is_causal must be a bool, got {type(visibility.is_causal).__name__}")
     if not isinstance(dropout_p, (int, float)):
         raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must lie in [0, 1), got {dropout_p}")
+    log_prior = mixture.log_prior
+    if visibility.cu_seqlens_q is not None and isinstance(log_prior, Tensor) and log_prior.ndim == 4:
+        # [Hkv, M, Tk] tells the keys of different sequences apart by itself.
+        raise ValueError(
+            f"log_prior of packed sequences must have shape [M], [Hkv, M] or [Hkv, M, Tk], got {list(log_prior.shape)}"
+        )
 
+
+def _canonical_operands(query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     _check_floating("query", query)
     _check_floating("key", key)
     if value is not None:
@@ -101,62 +131,83 @@ def make_problem(
         raise ValueError(f"key must have shape [B, Hkv, M, Nk, D] or [B, Hkv, Nk, D], got {_shape(key)}")
     if key.ndim == 4:
         key = key[:, :, None]
-    batch, num_heads, num_queries, head_dim = query.shape
-    _, num_kv_heads, key_components, num_keys, _ = key.shape
+    batch, num_heads, _, head_dim = query.shape
+    key_batch, num_kv_heads, key_components, num_keys, key_dim = key.shape
     if value is None:
         value = key.new_zeros(batch, num_kv_heads, num_keys, 0)
     if value.ndim != 4:
         raise ValueError(f"value must have shape [B, Hkv, Nk, Dv], got {_shape(value)}")
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.shape[0] != batch:
-            raise ValueError(f"{name} must have the batch size of query, {batch}, got {tensor.shape[0]}")
+    value_batch, value_heads, num_values, _ = value.shape
+    for name, size in (("key", key_batch), ("value", value_batch)):
+        if size != batch:
+            raise ValueError(f"{name} must have the batch size of query, {batch}, got {size}")
     if head_dim == 0:
         raise ValueError("query must have a head dimension of at least 1, got 0")
-    if key.shape[-1] != head_dim:
-        raise ValueError(f"key must have the head dimension of query, {head_dim}, got {key.shape[-1]}")
+    if key_dim != head_dim:
+        raise ValueError(f"key must have the head dimension of query, {head_dim}, got {key_dim}")
     if num_kv_heads == 0 or num_heads % num_kv_heads != 0:
         raise ValueError(f"the heads of query must be a multiple of those of key, got {num_heads} and {num_kv_heads}")
-    if value.shape[1] != num_kv_heads:
-        raise ValueError(f"value must have as many heads as key, {num_kv_heads}, got {value.shape[1]}")
-    if value.shape[2] != num_keys:
-        raise ValueError(f"value must have as many positions as key, {num_keys}, got {value.shape[2]}")
+    if value_heads != num_kv_heads:
+        raise ValueError(f"value must have as many heads as key, {num_kv_heads}, got {value_heads}")
+    if num_values != num_keys:
+        raise ValueError(f"value must have as many positions as key, {num_keys}, got {num_values}")
     if key_components == 0:
         raise ValueError("key must have at least one component, got M = 0")
+    return query, key, value
 
-    if shift is not None:
-        _check_floating("shift", shift)
-        _check_device("shift", shift, query)
-        if key_components != 1:
-            raise ValueError(
-                f"key must have shape [B, Hkv, Nk, D] when shift is given, got {key_components} components in key"
-            )
-        if shift.ndim != 3 or shift.shape[0] != num_kv_heads or shift.shape[1] == 0 or shift.shape[2] != head_dim:
-            raise ValueError(
-                f"shift must have shape [Hkv, M, D] = [{num_kv_heads}, M, {head_dim}], got {_shape(shift)}"
-            )
-    num_components = key_components if shift is None else shift.shape[1]
-    lacks_axis = num_components == 1 and shift is None
 
-    log_prior = _canonical_log_prior(log_prior, query, num_kv_heads, num_components, num_keys, lacks_axis)
-    variance = _canonical_variance(variance, query, num_kv_heads, num_components)
-    key_mask = _check_mask("key_mask", key_mask, (batch, num_keys), query)
-    query_mask = _check_mask("query_mask", query_mask, (batch, num_queries), query)
-    attn_mask = _canonical_attn_mask(attn_mask, (batch, num_heads, num_queries, num_keys), query)
-    if attn_mask is not None and attn_mask.shape[1] == 1 and attn_mask.shape[2] == 1:
-        # A mask that depends on neither head nor query is a key mask, which every backend handles in linear memory.
-        same_for_all = attn_mask[:, 0, 0].expand(batch, num_keys)
-        key_mask = same_for_all if key_mask is None else key_mask & same_for_all
-        attn_mask = None
+def _check_shift(shift: Tensor, query: Tensor, key: Tensor) -> None:
+    _check_floating("shift", shift)
+    _check_device("shift", shift, query)
+    num_kv_heads, key_components, head_dim = key.shape[1], key.shape[2], key.shape[4]
+    if key_components != 1:
+        raise ValueError(
+            f"key must have shape [B, Hkv, Nk, D] when shift is given, got {key_components} components in key"
+        )
+    if shift.ndim != 3 or shift.shape[0] != num_kv_heads or shift.shape[1] == 0 or shift.shape[2] != head_dim:
+        raise ValueError(f"shift must have shape [Hkv, M, D] = [{num_kv_heads}, M, {head_dim}], got {_shape(shift)}")
 
-    problem = MixtureProblem(
-        query, key, value, shift, log_prior, variance, similarity, assignment, is_causal, key_mask, query_mask,
-        attn_mask, float(dropout_p),
-    )  # fmt: skip
-    return fill_padding(problem) if fills_padding else problem
+
+def _check_packed(query: Tensor, num_keys: int, cu_seqlens_q: Any, cu_seqlens_k: Any, attn_mask: Tensor | None) -> None:
+    """``query [1, H, T, D]``: the row that holds all sequences."""
+    if len(query) != 1:
+        raise ValueError(f"packed sequences must lie in one row, got {len(query)} rows")
+    if attn_mask is not None:
+        raise ValueError("packed sequences take no attn_mask, got cu_seqlens and attn_mask")
+    check_boundaries("cu_seqlens_q", cu_seqlens_q, query.shape[2], query.device)
+    check_boundaries("cu_seqlens_k", cu_seqlens_k, num_keys, query.device)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_k must bound as many sequences as cu_seqlens_q, {len(cu_seqlens_q) - 1}, "
+            f"got {len(cu_seqlens_k) - 1}"
+        )
+
+
+def check_boundaries(name: str, boundaries: Any, num_tokens: int, device: torch.device) -> None:
+    """``boundaries`` divide so many tokens, which are on that device."""
+    if not isinstance(boundaries, Tensor):
+        raise TypeError(f"{name} must be an int32 tensor, got {type(boundaries).__name__}")
+    if boundaries.dtype != torch.int32:
+        raise TypeError(f"{name} must be an int32 tensor, got {boundaries.dtype}")
+    if boundaries.ndim != 1 or len(boundaries) == 0:
+        raise ValueError(f"{name} must have shape [S + 1], got {list(boundaries.shape)}")
+    if boundaries.device != device:
+        raise ValueError(f"{name} must be on the device of the tokens, {device}, got {boundaries.device}")
+    if not may_inspect_values(boundaries):
+        return
+    values = boundaries.tolist()
+    if values[0] != 0:
+        raise ValueError(f"{name} must begin with 0, got {values[0]}")
+    if any(later < earlier for earlier, later in itertools.pairwise(values)):
+        raise ValueError(f"{name} must never decrease, got {values}")
+    if values[-1] != num_tokens:
+        raise ValueError(f"{name} must end with the number of tokens, {num_tokens}, got {values[-1]}")
 
 
 def fill_padding(problem: MixtureProblem) -> MixtureProblem:
     """Zeros in padded keys, values and queries, whatever stood there."""
+    if problem.key_mask is None and problem.query_mask is None:
+        return problem
     query, key, value = problem.query, problem.key, problem.value
     if problem.key_mask is not None:
         key = key.masked_fill(~problem.key_mask[:, None, None, :, None], 0.0)

@@ -16,9 +16,19 @@ from mgk.ops.problem import MixtureProblem
 from mgk.ops.triton.generation import attend_in_step, is_step
 from mgk.ops.triton.inputs import inputs_of
 from mgk.ops.triton.operator import attend, fused_responsibilities
+from mgk.ops.triton.placement import place
 from mgk.ops.triton.tuning import is_interpreted
 
-__all__ = ["attend_in_step", "attention", "is_step", "log_normaliser", "responsibility_sums", "unsupported"]
+__all__ = [
+    "attend_in_step",
+    "attention",
+    "is_step",
+    "log_normaliser",
+    "packed_attention",
+    "packed_responsibility_sums",
+    "responsibility_sums",
+    "unsupported",
+]
 
 LARGEST_WIDTH = 256
 MOST_COMPONENTS = 8
@@ -66,7 +76,7 @@ def _unsupported_device(index: int) -> str | None:
 
 
 def attention(problem: MixtureProblem, spans: tuple[Tensor | None, Tensor | None] = (None, None)) -> Tensor:
-    """``[B, H, Nq, Dv]``. ``spans`` of queries and of keys: see ``mgk.ops.packed``."""
+    """``[B, H, Nq, Dv]``. ``spans`` of queries and of keys: see ``mgk.ops.triton.placement``."""
     given = problem
     if problem.log_prior is not None and not problem.has_prior_by_key:
         # Exact, since only ratios of priors count; it keeps rounding errors out of the gradient's irrelevant direction.
@@ -110,3 +120,16 @@ def responsibility_sums(problem: MixtureProblem, query_spans: Tensor | None = No
         tensors, options = inputs_of(problem, None, query_spans)
         sums: Tensor = fused_responsibilities(*tensors, *options)
         return sums
+
+
+def packed_attention(problem: MixtureProblem) -> Tensor:
+    """``[1, H, Tq, Dv]``, of all packed sequences at once."""
+    placed = place(problem)
+    # Places without a query are never read.
+    return placed.take(attention(placed.problem._replace(query_mask=None), placed.spans))
+
+
+def packed_responsibility_sums(problem: MixtureProblem) -> Tensor:
+    """``[Hkv, M]``, over the pairs within packed sequences."""
+    placed = place(problem)
+    return responsibility_sums(placed.problem, placed.spans[0])

@@ -1,0 +1,422 @@
+"""From a validated call to a backend: what `auto` chooses, and what is done to every call for the sake of its digits.
+
+The numerics policy holds wherever the kernel multiplies in the precision of the inputs (fp32 and fp64); numbers in half
+precision would be rounded where they are moved to. Padded, packed and linear calls share it:
+
+- *keys of dot products* move by the origin of their sequence, since a softmax cannot see that;
+- *values* move by what the values of a sequence have in common, and the output moves back (in linear attention too);
+- *distances* are measured from the origin of the sequence. A backend that takes one sequence at a time does that itself
+  (:meth:`MixtureProblem.centred`), where it makes its operands; for packed sequences it is done here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from mgk.ops import chunked, cpu, reference, sdpa, softmax_kernel
+from mgk.ops.autograd import first_order_only, with_value, with_zero_gradients
+from mgk.ops.boundaries import pairs_within_sequences
+from mgk.ops.linear_problem import LinearProblem
+from mgk.ops.problem import MixtureProblem
+from mgk.ops.transforms import composable_backend, is_differentiated, is_exported_to_onnx, is_mapped, is_transformed
+from mgk.ops.validation import fill_padding, is_traced, may_inspect_values
+
+# Triton comes with torch where torch was built for a GPU; without one its kernels run in its interpreter alone.
+_HAS_TRITON = find_spec("triton") is not None and (
+    torch.version.cuda is not None or os.environ.get("TRITON_INTERPRET") == "1"
+)
+if _HAS_TRITON:
+    from mgk.ops import triton as fused
+
+BACKENDS = ("auto", "reference", "chunked", "cpu", "sdpa", "triton")
+STATISTICS_BACKENDS = ("auto", "reference", "chunked", "triton")
+LINEAR_BACKENDS = ("auto", "reference", "chunked", "triton")
+
+# Elements of an attention mask, written out for every component, up to which `auto` gives it to the stock kernels.
+LARGEST_MASK = 2**24
+
+# Queries from which on `auto` gives a call to the fused kernels: with fewer, what is left to do is less than what
+# starting several kernels takes.
+FEWEST_QUERIES = 16
+
+
+class Backend(Protocol):
+    """A module that computes attention. What it is given is not empty, and its padding is filled with zeros."""
+
+    def unsupported(self, problem: MixtureProblem) -> str | None:
+        """Why this backend cannot serve the call, or ``None``."""
+
+    def attention(self, problem: MixtureProblem) -> Tensor:
+        """``[B, H, Nq, Dv]``; what stands in the rows of padded queries is not used."""
+
+
+class StatisticsBackend(Backend, Protocol):
+    """A backend that also knows densities and responsibilities."""
+
+    def log_normaliser(self, problem: MixtureProblem) -> Tensor:
+        """``log sum_j sum_r prior[r] exp(similarity)``, ``[B, H, Nq]``, -inf for a row without a visible key."""
+
+    def responsibility_sums(self, problem: MixtureProblem) -> Tensor:
+        """``sum over visible (i, j) of p(r | i, j)``, ``[Hkv, M]``: the E-step. Not differentiable."""
+
+
+class PackedBackend(StatisticsBackend, Protocol):
+    """A backend that takes packed sequences at once; every other one is given one after the other."""
+
+    def packed_attention(self, problem: MixtureProblem) -> Tensor:
+        """``[1, H, Tq, Dv]``"""
+
+    def packed_responsibility_sums(self, problem: MixtureProblem) -> Tensor:
+        """``[Hkv, M]``, over the pairs within sequences."""
+
+
+_BACKENDS: dict[str, Backend] = {"reference": reference, "chunked": chunked, "cpu": cpu, "sdpa": sdpa}
+if _HAS_TRITON:
+    _BACKENDS["triton"] = fused
+
+# These have a first derivative that does not refuse a second one by itself.
+_FIRST_ORDER = ("chunked", "cpu", "sdpa")
+
+
+def attend(problem: MixtureProblem, backend: str) -> Tensor:
+    """The attention of a validated call, ``[B, H, Nq, Dv]``, 0 at padded queries. Its padding may be unfilled."""
+    if problem.cu_seqlens_q is not None and not _takes_sequences_at_once(problem, backend):
+        return _attend_one_by_one(problem, backend)
+    name = "triton" if problem.cu_seqlens_q is not None else choose_backend(problem, backend)
+    if problem.is_empty:
+        return _nothing(problem)
+    if name == "triton" and problem.cu_seqlens_q is None and fused.is_step(problem):
+        with without_autocast(problem):
+            return fused.attend_in_step(problem)
+    problem = fill_padding(problem)
+    parameters = problem.parameters
+    if name in _FIRST_ORDER:
+        problem = _first_order_only(problem)
+    problem = _with_centred_keys(problem)
+    attention = _attention_of(name, problem)
+    with without_autocast(problem):
+        # Plain softmax is left to the stock kernels as it is; the backend for CPUs moves values in its tiles.
+        one_dot_product = problem.similarity == "dot" and problem.key.shape[2] == 1
+        if name != "cpu" and not one_dot_product and may_move_values(problem):
+            moved = move_values(problem)
+            out = moved.back(attention(moved.problem))
+        else:
+            out = attention(problem)
+    if problem.query_mask is not None:
+        out = out.masked_fill(~problem.query_mask[:, None, :, None], 0.0)
+    return out if name == "triton" else with_zero_gradients(out, *parameters)
+
+
+def weights(problem: MixtureProblem) -> Tensor:
+    """The attention matrix of a validated call, ``[B, H, Nq, Nk]``, 0 at padded queries and where no key is seen."""
+    batch, heads, num_queries, _ = problem.query.shape
+    num_keys = problem.key.shape[3]
+    if 0 in (batch, heads, num_queries, num_keys):
+        empty = problem.query.new_zeros(batch, heads, num_queries, num_keys)
+        return with_zero_gradients(empty, problem.query, problem.key)
+    if problem.cu_seqlens_q is not None and problem.cu_seqlens_k is not None:
+        # Every pair is written out anyway.
+        pairs = pairs_within_sequences(
+            problem.cu_seqlens_q, problem.cu_seqlens_k, num_queries, num_keys, problem.is_causal
+        )
+        problem = problem._replace(attn_mask=pairs, is_causal=False, cu_seqlens_q=None, cu_seqlens_k=None)
+    with without_autocast(problem):
+        weight = reference.weights(fill_padding(problem)).to(problem.query.dtype)
+    if problem.query_mask is not None:
+        weight = weight.masked_fill(~problem.query_mask[:, None, :, None], 0.0)
+    return weight
+
+
+def log_normaliser(problem: MixtureProblem, backend: str) -> Tensor:
+    """``log sum_j sum_r prior[r] exp(similarity)``, ``[B, H, Nq]``, of a validated call with at least one pair."""
+    implementation = choose_statistics(problem, backend)
+    problem = fill_padding(problem)
+    if implementation is chunked:
+        problem = _first_order_only(problem)
+    with without_autocast(problem):
+        return implementation.log_normaliser(problem)
+
+
+def responsibility_sums(problem: MixtureProblem, backend: str) -> Tensor:
+    """``sum over visible (i, j) of p(r | i, j)``, ``[Hkv, M]``, of a validated call. Not differentiable."""
+    sums = torch.zeros(
+        problem.key.shape[1], problem.num_components, dtype=problem.compute_dtype, device=problem.query.device
+    )
+    if 0 in problem.query.shape or problem.key.shape[3] == 0:
+        return sums
+    implementation = choose_statistics(problem, backend)
+    problem = fill_padding(problem)
+    with torch.no_grad(), without_autocast(problem):
+        if problem.cu_seqlens_q is None:
+            return implementation.responsibility_sums(problem)
+        if _HAS_TRITON and implementation is fused:
+            return fused.packed_responsibility_sums(_with_centred_keys(problem))
+        for own in sequences_of(problem):
+            if 0 not in own.query.shape and own.key.shape[3] > 0:
+                sums = sums + implementation.responsibility_sums(own)
+        return sums
+
+
+def sequences_of(problem: MixtureProblem) -> Iterator[MixtureProblem]:
+    """Packed sequences, one after the other; the device is asked how long they are."""
+    assert problem.cu_seqlens_q is not None
+    assert problem.cu_seqlens_k is not None
+    if is_traced():
+        raise NotImplementedError(
+            "packed sequences can be traced with backend='triton' only, got a backend that must know their lengths"
+        )
+    if is_mapped(problem.cu_seqlens_q) or is_mapped(problem.cu_seqlens_k):
+        raise ValueError("vmap cannot map over the boundaries of packed sequences, got a cu_seqlens that it maps")
+    bounds, key_bounds = pairwise(problem.cu_seqlens_q.tolist()), pairwise(problem.cu_seqlens_k.tolist())
+    by_key = problem.has_prior_by_key
+    for (first, end), (first_key, end_key) in zip(bounds, key_bounds, strict=True):
+        keys = slice(first_key, end_key)
+        yield problem._replace(
+            query=problem.query[:, :, first:end],
+            key=problem.key[:, :, :, keys],
+            value=problem.value[:, :, keys],
+            # As that of a sample: of one key too it is a prior by key.
+            log_prior=problem.log_prior[None, :, :, keys] if by_key else problem.log_prior,  # type: ignore[index]
+            key_mask=None if problem.key_mask is None else problem.key_mask[:, keys],
+            query_mask=None if problem.query_mask is None else problem.query_mask[:, first:end],
+            cu_seqlens_q=None,
+            cu_seqlens_k=None,
+        )
+
+
+def choose_backend(problem: MixtureProblem, backend: str) -> str:
+    """The backend of a padded call; an error where ``backend`` names one that cannot serve it."""
+    if is_transformed():
+        backend = composable_backend(backend)
+    if backend != "auto":
+        reason = fused_unsupported(problem) if backend == "triton" else _BACKENDS[backend].unsupported(problem)
+        if reason is not None:
+            raise ValueError(f"backend={backend!r} cannot do {reason}: use 'auto', 'chunked' or 'reference'")
+        return backend
+    if _fused_is_fastest(problem):
+        return "triton"
+    if not sdpa.is_plain_softmax(problem) and cpu.unsupported(problem) is None:
+        return "cpu"
+    if sdpa.unsupported(problem) is not None or _stock_kernels_would_materialise(problem):
+        return "chunked"
+    # Blocks of causal queries unroll: compiled, each number of blocks would need a graph of its own.
+    unrolls = problem.is_causal and problem.num_components > 1 and torch.compiler.is_compiling()
+    return "chunked" if unrolls and problem.query.device.type == "cpu" else "sdpa"
+
+
+def choose_statistics(problem: MixtureProblem, backend: str) -> StatisticsBackend:
+    """The module that computes densities and responsibilities."""
+    if is_transformed():
+        backend = composable_backend(backend)
+    if backend == "reference":
+        return reference
+    reason = fused_unsupported(problem)
+    if backend == "triton":
+        if reason is not None:
+            raise ValueError(f"backend='triton' cannot do {reason}: use 'auto', 'chunked' or 'reference'")
+        return fused
+    is_fast = backend == "auto" and problem.query.device.type == "cuda" and problem.query.dtype != torch.float32
+    return fused if is_fast and reason is None else chunked
+
+
+def choose_linear_backend(problem: LinearProblem, backend: str, wants_state: bool) -> str:
+    """The backend of a call of linear attention; ``wants_state``: what it leaves for a later call is needed as well."""
+    mixture = problem.mixture
+    if backend == "triton":
+        reason = _fused_linear_unsupported(problem, wants_state)
+        if reason is not None:
+            raise ValueError(f"backend='triton' cannot do {reason}: use 'auto', 'chunked' or 'reference'")
+        return backend
+    if backend != "auto":
+        return backend
+    is_fast = mixture.query.device.type == "cuda" and mixture.query.dtype in (torch.bfloat16, torch.float16)
+    is_fast = is_fast and not is_transformed() and mixture.query.shape[2] >= FEWEST_QUERIES
+    return "triton" if is_fast and _fused_linear_unsupported(problem, wants_state) is None else "chunked"
+
+
+def _fused_linear_unsupported(problem: LinearProblem, wants_state: bool) -> str | None:
+    mixture = problem.mixture
+    reason = fused_unsupported(mixture)
+    tensors = (mixture.query, mixture.key, mixture.value, mixture.shift, mixture.log_prior, problem.state)
+    if wants_state and torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors):
+        reason = "a state with gradients"
+    if reason is None:
+        from mgk.ops.triton import linear_operator
+
+        reason = linear_operator.unsupported(problem)
+    return reason
+
+
+def fused_unsupported(problem: MixtureProblem) -> str | None:
+    """Why the fused kernels cannot serve the call, or ``None``."""
+    if is_transformed() and is_differentiated():
+        return "a derivative of torch.func or an export to ONNX"
+    if not _HAS_TRITON:
+        return (
+            "tensors without a GPU build of torch and Triton"
+            if find_spec("triton") is not None and problem.query.device.type != "cpu"
+            else "tensors on cpu, only on a GPU or with TRITON_INTERPRET=1 set before Python starts"
+        )
+    return fused.unsupported(problem)
+
+
+def is_half_on_gpu(problem: MixtureProblem) -> bool:
+    """Whether the fused kernels take a call and have tensor cores for it."""
+    on_gpu = problem.query.device.type == "cuda" and problem.query.dtype != torch.float32
+    return on_gpu and fused_unsupported(problem) is None
+
+
+def without_autocast(problem: MixtureProblem) -> AbstractContextManager[object]:
+    """The backends choose every dtype themselves."""
+    device_type = problem.query.device.type
+    # To enter a context costs the host more than to ask.
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
+def _fused_is_fastest(problem: MixtureProblem) -> bool:
+    """On a GPU in half precision; for plain softmax only where a table says that the stock kernels are slower.
+
+    In fp32 the products are exact and take no tensor cores, in our kernels as in the stock ones. And a few queries with
+    gradients fill no block: one program would walk through all the keys alone.
+    """
+    if not is_half_on_gpu(problem):
+        return False
+    if sdpa.is_plain_softmax(problem):
+        return softmax_kernel.is_faster(problem)
+    return problem.query.shape[2] >= FEWEST_QUERIES or fused.is_step(problem)
+
+
+def _stock_kernels_would_materialise(problem: MixtureProblem) -> bool:
+    """Whether the stock kernels need memory for every pair, where blocks do not."""
+    if problem.query.device.type == "cpu":
+        if problem.dropout_p > 0:
+            return True
+    elif problem.query.dtype == torch.float64:
+        return True
+    mask = problem.attn_mask
+    return mask is not None and mask[..., :1].numel() * mask.shape[3] * problem.num_components > LARGEST_MASK
+
+
+def _takes_sequences_at_once(problem: MixtureProblem, backend: str) -> bool:
+    """Whether packed sequences go to the fused kernels. The stock kernels, which may be faster on one sequence, would
+    have to be called for each."""
+    return is_half_on_gpu(problem) if backend == "auto" else choose_backend(problem, backend) == "triton"
+
+
+def _attend_one_by_one(problem: MixtureProblem, backend: str) -> Tensor:
+    outputs = [attend(own, backend) for own in sequences_of(problem)]
+    return torch.cat(outputs, dim=2) if outputs else _nothing(problem)
+
+
+def _attention_of(name: str, problem: MixtureProblem) -> Callable[[MixtureProblem], Tensor]:
+    return _BACKENDS[name].attention if problem.cu_seqlens_q is None else fused.packed_attention
+
+
+def _nothing(problem: MixtureProblem) -> Tensor:
+    """The output of a call without a pair, or without a number to average."""
+    out = problem.query.new_zeros(*problem.query.shape[:3], problem.value.shape[-1])
+    return with_zero_gradients(out, problem.query, problem.key, problem.value, *problem.parameters)
+
+
+def _first_order_only(problem: MixtureProblem) -> MixtureProblem:
+    if is_transformed():  # where a backend that composes says so itself
+        return problem
+    variance = problem.variance
+    return problem._replace(
+        query=first_order_only(problem.query),
+        key=first_order_only(problem.key),
+        value=first_order_only(problem.value),
+        shift=None if problem.shift is None else first_order_only(problem.shift),
+        log_prior=None if problem.log_prior is None else first_order_only(problem.log_prior),
+        variance=first_order_only(variance) if isinstance(variance, Tensor) else variance,
+    )
+
+
+def _is_exact(problem: MixtureProblem) -> bool:
+    """Whether numbers may be moved: half precision would round them there."""
+    return problem.query.dtype == problem.compute_dtype
+
+
+def _with_centred_keys(problem: MixtureProblem) -> MixtureProblem:
+    """Move the keys of a mixture of dot products: with one variance every logit of a row changes by the same number.
+
+    Attention cannot see that, but fp32 sees smaller numbers. (One key for all components is plain softmax attention and
+    is left to the stock kernels.) Of distances packed sequences are moved, each by its own origin: to the kernels that
+    take them at once they are one row, with one first token.
+    """
+    if not _is_exact(problem):
+        return problem
+    if problem.similarity == "gaussian":
+        if problem.cu_seqlens_q is None:
+            return problem
+        query, key = problem.centred()
+        return problem._replace(query=query, key=key)
+    if problem.key.shape[2] == 1 or not problem.shares_variance:
+        return problem
+    return problem._replace(key=problem.key - problem.at_keys(problem.origin())[:, :, None])
+
+
+def may_move_values(problem: MixtureProblem) -> bool:
+    """Whether every row that sees a key sees the first valid one, and its weights sum to one.
+
+    A graph of ONNX takes sequences of one token as well, which have no second value to compare with.
+    """
+    return (
+        _is_exact(problem)
+        and problem.dropout_p == 0
+        and problem.attn_mask is None
+        and not problem.has_prior_by_key
+        and not is_exported_to_onnx()
+    )
+
+
+class MovedValues(NamedTuple):
+    """A call whose nearly constant values were moved to zero, and the way back: the constant comes back exact.
+
+    The average of values does not care where zero is, but the rounding of a long sum does.
+    """
+
+    problem: MixtureProblem
+    first: Tensor
+    """The first value of each sequence, ``[B, Hkv, S, Dv]``."""
+    common: Tensor | None
+    """By what the values were moved, ``[B, Hkv, S, Dv]``; ``None``: not at all."""
+
+    def back(self, out: Tensor, is_blind: Tensor | None = None) -> Tensor:
+        """``out [B, H, Nq, Dv]`` of the moved call as that of the call itself. Rows that are ``is_blind`` stay 0.
+
+        A row that sees one key alone is given its value: it must not learn of the second one, not even in its last bit.
+        """
+        problem = self.problem
+        is_packed = problem.cu_seqlens_q is not None
+        may_see_one = is_packed or problem.is_causal or problem.key_mask is not None or problem.key.shape[3] == 1
+        if self.common is None and not may_see_one:
+            return out
+        with torch.no_grad():
+            visible = problem.count_visible_keys()[..., None]
+            if is_blind is not None:
+                visible = visible.masked_fill(is_blind, 0)
+            exact = out
+            if self.common is not None:
+                exact = out + problem.at_queries(self.common).masked_fill(visible == 0, 0.0)
+            exact = torch.where(visible == 1, problem.at_queries(self.first), exact)
+        return with_value(out, exact)
+
+
+def move_values(problem: MixtureProblem) -> MovedValues:
+    """Where :func:`may_move_values` allows it."""
+    first, common = problem.common_value()
+    # Where it can be asked without stalling a device: mostly there is no constant to move.
+    if may_inspect_values(common) and not bool(common.any()):
+        return MovedValues(problem, first, None)
+    return MovedValues(problem._replace(value=problem.value - problem.at_keys(common)), first, common)
