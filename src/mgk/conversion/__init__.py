@@ -4,8 +4,13 @@ The import registers ``attn_implementation="mgk"``, which alone gives every mode
 interface the fused softmax of this library; :func:`convert` puts mixtures into the models of :data:`FAMILIES`.
 """
 
+from mgk.conversion.attention import register
 from mgk.conversion.convert import convert
+from mgk.conversion.families import FAMILIES, Family
+from mgk.conversion.mixture import Mixture
 from mgk.conversion.saving import load_converted
 from mgk.conversion.starts import AdvanceStart, advance_start
 
-__all__ = ["AdvanceStart", "advance_start", "convert", "load_converted"]
+register()
+
+__all__ = ["FAMILIES", "AdvanceStart", "Family", "Mixture", "advance_start", "convert", "load_converted"]

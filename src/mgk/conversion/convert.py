@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-Model = Any
+import torch
+from transformers import PreTrainedModel
+
+from mgk.conversion.families import family_of
+from mgk.conversion.heads import POOLINGS
+from mgk.conversion.installation import install
+from mgk.conversion.record import FIELD, Record
+from mgk.conversion.saving import converted_class
+from mgk.conversion.starts import STARTS, Perturbation, choose_start
+from mgk.nn import PRESETS
+from mgk.nn.presets import SOFTMAX_PRESETS
+from mgk.nn.variance import initial_variances
+from mgk.ops.attention import BACKENDS
+from mgk.ops.validation import check_choice
 
 
 def convert(
-    model: Model,
+    model: PreTrainedModel,
     attention: str,
     *,
     num_heads: int | None = None,
@@ -24,7 +38,7 @@ def convert(
     shift_init_std: float = 1.0,
     backend: str = "auto",
     seed: int = 0,
-) -> Model:
+) -> PreTrainedModel:
     """Put mixture attention into a Hugging Face model, in place, and return the model.
 
     Every attention of the model keeps its projections, rotations, norms and caches; what is computed from queries, keys
@@ -57,4 +71,38 @@ def convert(
         backend: see :func:`mgk.mixture_attention`.
         seed: of shifts and perturbations.
     """
-    raise NotImplementedError
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a PreTrainedModel of transformers, got {type(model).__name__}")
+    if getattr(model.config, FIELD, None) is not None:
+        raise ValueError("model must not have been converted before, got one that was")
+    check_choice("attention", attention, SOFTMAX_PRESETS)
+    check_choice("start", start, STARTS)
+    check_choice("pooling", pooling, POOLINGS)
+    check_choice("backend", backend, BACKENDS)
+    preset = PRESETS[attention]
+    components = preset.num_components if components is None else components
+    if components < 1:
+        raise ValueError(f"components must be at least 1, got {components}")
+    if preset.num_components == 1 and components != 1:
+        raise ValueError(f"{attention!r} has one key a position, got components={components}")
+    start = choose_start(start, attention)
+    if start == "near" and fade_steps < 1:
+        raise ValueError(f"fade_steps must be at least 1, got {fade_steps}")
+    for name, size in (("perturbation", perturbation), ("shift_init_std", shift_init_std)):
+        if not 0.0 <= size < math.inf:
+            raise ValueError(f"{name} must be finite and not negative, got {size}")
+    if start != "immediate" and len(set(initial_variances(1, components, variance_scale))) > 1:
+        raise ValueError(f"start {start!r} needs one variance for all components, got variance_scale={variance_scale}")
+    family_of(model.config)
+    record = Record(
+        attention=attention, components=components, num_heads=num_heads, num_kv_heads=num_kv_heads,
+        fade_steps=fade_steps if start == "near" else 0, learn_variance=learn_variance,
+        variance_scale=variance_scale if isinstance(variance_scale, (int, float)) else list(variance_scale),
+        shift_init_std=shift_init_std, backend=backend,
+    )  # fmt: skip
+    # Shifts are drawn from the generator of the CPU; whoever else draws from it draws what they would have drawn.
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        install(model, record, pooling=pooling, noise=Perturbation(perturbation, seed))
+    model.__class__ = converted_class(type(model))
+    return model
