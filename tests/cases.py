@@ -56,8 +56,12 @@ def make_inputs(
     if kind == "shifted":
         inputs["shift"] = normal(kv_heads, components, dim).to(parameter_dtype)
     if prior is not None:
-        shape = (kv_heads, components, keys) if prior == "position" else (kv_heads, components)
-        inputs["log_prior"] = normal(*shape).log_softmax(1).to(parameter_dtype)
+        shape = {
+            "head": (kv_heads, components),
+            "position": (kv_heads, components, keys),
+            "sample": (batch, kv_heads, components, keys),
+        }[prior]
+        inputs["log_prior"] = normal(*shape).log_softmax(-1 if prior == "head" else -2).to(parameter_dtype)
     if variance == "component":
         inputs["variance"] = (dim**0.5 * (0.5 + torch.rand(kv_heads, components, device=device))).to(parameter_dtype)
     elif variance is not None:

@@ -35,7 +35,7 @@ def logits(inputs: dict) -> Tensor:
         log_prior = log_prior.double()
         if log_prior.ndim < 3:
             log_prior = log_prior.expand(heads // group, components)[:, :, None]
-        logit = logit + log_prior.repeat_interleave(group, dim=0)[:, :, None, :]
+        logit = logit + log_prior.repeat_interleave(group, dim=-3)[..., None, :]
     return logit.masked_fill(~visible(inputs)[:, :, None], -math.inf)
 
 

@@ -246,7 +246,7 @@ def test_instructions_of_a_pair_are_counted():
 
 @pytest.mark.gpu
 def test_tiles_are_timed():
-    tiles = ["64,64,4,2", "64,64,4,2,128,waits"]
+    tiles = ["64,64,4,2", "64,64,4,2,128,await_products"]
     arguments = [
         "--preset",
         "smgk",

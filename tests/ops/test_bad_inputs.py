@@ -88,7 +88,16 @@ BAD = [
     ({"log_prior": torch.tensor([0.0, INF])}, ValueError, "log_prior must hold numbers below infinity, got NaN or inf"),
     ({"log_prior": torch.tensor([-INF, -INF])}, ValueError, "a component with a prior above zero, got all -inf"),
     ({"log_prior": T(1, 2)}, ValueError, "log_prior must have as many heads as key, 2, got 1"),
-    ({"log_prior": T(1, 1, 2, 7)}, ValueError, "log_prior must have shape [M], [Hkv, M] or [Hkv, M, Nk], got [1, 1, 2"),
+    (
+        {"log_prior": T(1, 2, 2, 2, 7)},
+        ValueError,
+        "log_prior must have shape [M], [Hkv, M], [Hkv, M, Nk] or [B, Hkv, M, Nk], got [1, 2, 2, 2, 7]",
+    ),
+    ({"log_prior": T(3, 2, 2, 7)}, ValueError, "log_prior must have the batch size of query, 2, got 3"),
+    ({"log_prior": T(2, 1, 2, 7)}, ValueError, "log_prior must have as many heads as key, 2, got 1"),
+    ({"log_prior": T(2, 2, 3, 7)}, ValueError, "log_prior must have as many components as key, 2, got 3"),
+    ({"log_prior": T(2, 2, 2, 5)}, ValueError, "log_prior must cover all 7 key positions, got 5"),
+    ({"log_prior": torch.full((2, 2, 2, 7), NAN)}, ValueError, "log_prior must hold numbers below infinity, got NaN"),
     # 12 prior by position
     ({"log_prior": T(2, 2, 5)}, ValueError, "log_prior must cover all 7 key positions, got 5"),
     # 13 masks

@@ -248,6 +248,16 @@ def test_every_kernel_translates(configuration, started):
         assert "tt.func public" in str(translate(kernel, arguments, constants, tile))
 
 
+@pytest.mark.parametrize("preset", [PRESETS[0], PRESETS[4]], ids=str)
+def test_a_prior_of_each_sample_compiles(preset, started):
+    """It is read by the kernel that makes terms, and by a step of generation."""
+    call({**in_half_precision(preset), "prior": "sample"})
+    readers = [each for each in started if "PRIOR_BY_SAMPLE" in each[0].arg_names]
+    assert {kernel.__name__ for kernel, *_ in readers} == {"logit_terms", "decode_split"}
+    for kernel, arguments, constants, tile in readers:
+        assert "stride_prior_head" in compiled(kernel, arguments, constants, tile).asm["ttir"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [32, 64, 128])
 @pytest.mark.parametrize("preset", PRESETS, ids=str)

@@ -71,7 +71,9 @@ def make(kind, queries=70, dim=32, **changes):
     )
     key = inputs["key"] if inputs["key"].ndim == 5 else inputs["key"][:, :, None]
     prior = inputs.get("log_prior")
-    tensors = (inputs["query"], key, inputs["value"], inputs.get("shift"), None if prior is None else prior[..., None])
+    if prior is not None and prior.ndim == 2:
+        prior = prior[..., None]
+    tensors = (inputs["query"], key, inputs["value"], inputs.get("shift"), prior)
     options = (0.3, inputs.get("similarity") != "dot", True, inputs.get("assignment") == "hard", 0.0)
     return tensors, options
 
@@ -266,6 +268,31 @@ def test_another_layout_is_another_recording(log):
     by_token = tensors[0].transpose(1, 2).contiguous().transpose(1, 2)
     forward((by_token, *tensors[1:]), options)
     assert len(replay._recordings) == 2
+
+
+@pytest.mark.parametrize("kind", ["smgk", "mgk"])
+def test_a_prior_of_each_sample_has_recordings_of_its_own(kind, log, held):
+    """Also where a prior of each position has as many numbers; what is replayed reads the new prior."""
+    for prior in ("head", "position", "sample"):
+        forward(*make(kind, batch=1, prior=prior))
+    assert [recording is not None for recording in replay._recordings.values()] == [True] * 3
+    tensors, options = make(kind, batch=1, prior="sample")
+    log.clear()
+    results = forward(tensors, options)
+    known = named(tensors, INPUTS) | named(results, OUTPUTS)
+    given = [tensor for tensor in tensors if tensor is not None]
+    again = in_names(with_tensors(log, [*held, *given]), known)
+    log.clear()
+    anew = forward(tensors, options, passes.forward_pass)
+    assert again == in_names(log, named(tensors, INPUTS) | named(anew, OUTPUTS))
+    assert any(("log_prior", 0) in arguments for _, _, arguments in again)
+
+
+def test_a_prior_that_must_be_copied_is_not_recorded(log):
+    (*mixture, prior), options = make("mgk", prior="sample")
+    for _ in range(2):
+        forward((*mixture, prior.transpose(0, 1).contiguous().transpose(0, 1)), options)
+    assert list(replay._recordings.values()) == [None]
 
 
 @pytest.mark.parametrize("other", ["variance", "attn_mask", "query_spans", "key_spans"])

@@ -68,8 +68,9 @@ def mixture_attention(
             ``Hkv``: ``H / Hkv`` neighbouring query heads share a key/value head (multi-query, grouped-query).
         value: ``[B, Hkv, Nk, Dv]``.
         shift: ``[Hkv, M, D]``: the key of component r at position j is ``key_j + shift_r``.
-        log_prior: ``[M]``, ``[Hkv, M]`` or ``[Hkv, M, Nk]``. ``None`` is uniform. It need not be normalised, and -inf
-            switches a component off.
+        log_prior: ``[M]``, ``[Hkv, M]``, ``[Hkv, M, Nk]`` or ``[B, Hkv, M, Nk]``. ``None`` is uniform. It need not be
+            normalised, and -inf switches a component off. The last two forms are a bias of each key position, one for
+            all samples or one for each.
         variance: a number, ``[M]`` or ``[Hkv, M]``. ``None`` is ``sqrt(D)``. A number tells the fast backends that all
             components share it.
         similarity: ``"gaussian"`` or ``"dot"``.
@@ -279,13 +280,12 @@ def _may_centre_values(problem: MixtureProblem) -> bool:
     takes sequences of one token as well, which have no second value to compare with.
     """
     is_exact = problem.query.dtype == problem.compute_dtype
-    per_position_prior = problem.log_prior is not None and problem.log_prior.shape[-1] > 1
     one_dot_product = problem.similarity == "dot" and problem.key.shape[2] == 1
     return (
         is_exact
         and problem.dropout_p == 0
         and problem.attn_mask is None
-        and not (per_position_prior or one_dot_product)
+        and not (problem.has_prior_by_key or one_dot_product)
         and not is_exported_to_onnx()
     )
 

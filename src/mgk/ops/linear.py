@@ -16,6 +16,7 @@ from mgk.ops.packed import (
     as_batch,
     check_boundaries,
     check_number_of_sequences,
+    check_prior,
     check_tokens,
     sequences_of,
     with_batch,
@@ -55,7 +56,7 @@ def linear_mixture_attention(
         key: ``[B, Hkv, M, Nk, D]``, or ``[B, Hkv, Nk, D]`` for one component or shifted keys.
         value: ``[B, Hkv, Nk, Dv]``.
         shift: ``[Hkv, M, D]``: the key of component r is ``key_j + shift_r``.
-        log_prior: ``[M]``, ``[Hkv, M]`` or ``[Hkv, M, Nk]``; ``None`` is uniform.
+        log_prior: ``[M]``, ``[Hkv, M]``, ``[Hkv, M, Nk]`` or ``[B, Hkv, M, Nk]``; ``None`` is uniform.
         feature_map: ``"elu"`` (elu + 1), ``"relu"``, ``"dpfp"``, ``"favor"`` (positive random features, always the
             same), a function from ``[..., D]`` to ``[..., F]`` whose values are not negative, or a
             :class:`mgk.FeatureMap` of two such functions.
@@ -141,6 +142,7 @@ def linear_mixture_attention_varlen(
     """
     check_choice("backend", backend, LINEAR_BACKENDS)
     check_tokens(query, key, value)
+    check_prior(log_prior)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     check_boundaries("cu_seqlens_q", cu_seqlens_q, query)
     check_boundaries("cu_seqlens_k", cu_seqlens_k, key)

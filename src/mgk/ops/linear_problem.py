@@ -40,7 +40,7 @@ class LinearProblem(NamedTuple):
                 own = own + mixture.shift[:, r, None].to(own.dtype)
             features = self.feature_map.key(own)
             if mixture.log_prior is not None:
-                features = features * mixture.log_prior[:, r, :, None].exp()
+                features = features * mixture.log_prior[..., r, :, None].exp()
             elif components > 1:
                 features = features / components
             total = total + features

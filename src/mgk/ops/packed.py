@@ -58,7 +58,7 @@ def mixture_attention_varlen(
         max_seqlen_q: what other libraries want to be told. Nothing depends on it; one that is too small is an error.
         max_seqlen_k: likewise.
         shift: ``[Hkv, M, D]``.
-        log_prior: ``[M]``, ``[Hkv, M]`` or ``[Hkv, M, Tk]``.
+        log_prior: ``[M]``, ``[Hkv, M]`` or ``[Hkv, M, Tk]``, which has an entry for each key of each sequence.
         variance: a number, ``[M]`` or ``[Hkv, M]``.
         similarity: ``"gaussian"`` or ``"dot"``.
         assignment: ``"soft"`` or ``"hard"``.
@@ -73,6 +73,7 @@ def mixture_attention_varlen(
     """
     check_choice("backend", backend, BACKENDS)
     check_tokens(query, key, value)
+    check_prior(log_prior)
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     check_boundaries("cu_seqlens_q", cu_seqlens_q, query, "max_seqlen_q", max_seqlen_q)
     check_boundaries("cu_seqlens_k", cu_seqlens_k, key, "max_seqlen_k", max_seqlen_k)
@@ -145,6 +146,7 @@ def mixture_responsibilities_varlen(
     check_choice("reduction", reduction, ("mean", "sum"))
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     check_tokens(query, key, None)
+    check_prior(log_prior)
     check_boundaries("cu_seqlens_q", cu_seqlens_q, query)
     check_boundaries("cu_seqlens_k", cu_seqlens_k, key)
     check_number_of_sequences(cu_seqlens_q, cu_seqlens_k)
@@ -197,14 +199,14 @@ def sequences_of(problem: MixtureProblem, cu_seqlens_q: Tensor, cu_seqlens_k: Te
     if is_mapped(cu_seqlens_q) or is_mapped(cu_seqlens_k):
         raise ValueError("vmap cannot map over the boundaries of packed sequences, got a cu_seqlens that it maps")
     bounds, key_bounds = _pairs(cu_seqlens_q.tolist()), _pairs(cu_seqlens_k.tolist())
-    per_position = problem.log_prior is not None and problem.log_prior.shape[-1] > 1
+    by_key = problem.has_prior_by_key
     for (first, end), (first_key, end_key) in zip(bounds, key_bounds, strict=True):
         keys = slice(first_key, end_key)
         yield problem._replace(
             query=problem.query[:, :, first:end],
             key=problem.key[:, :, :, keys],
             value=problem.value[:, :, keys],
-            log_prior=problem.log_prior[:, :, keys] if per_position else problem.log_prior,  # type: ignore[index]
+            log_prior=problem.log_prior[:, :, keys] if by_key else problem.log_prior,  # type: ignore[index]
             key_mask=None if problem.key_mask is None else problem.key_mask[:, keys],
             query_mask=None if problem.query_mask is None else problem.query_mask[:, first:end],
         )
@@ -267,7 +269,7 @@ def _place(problem: MixtureProblem, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) 
         causal_offset = keys.starts + keys.lengths - queries.starts - queries.lengths
         spans = (_spans(queries, keys, causal_offset, padding), _spans(keys, queries, causal_offset, padding))
     prior = problem.log_prior
-    if prior is not None and prior.shape[-1] > 1:
+    if prior is not None and problem.has_prior_by_key:
         prior = _spread(prior, keys, dim=2)
     placed = problem._replace(
         query=_spread(problem.query, queries, dim=2),
@@ -338,6 +340,14 @@ def check_tokens(query: Tensor, key: Tensor, value: Tensor | None) -> None:
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if tensor.ndim not in dims:
             raise ValueError(f"{name} must have shape {shape}, got {list(tensor.shape)}")
+
+
+def check_prior(log_prior: Any) -> None:
+    """There is no axis of samples: ``[Hkv, M, Tk]`` tells the keys of different sequences apart by itself."""
+    if isinstance(log_prior, Tensor) and log_prior.ndim == 4:
+        raise ValueError(
+            f"log_prior of packed sequences must have shape [M], [Hkv, M] or [Hkv, M, Tk], got {list(log_prior.shape)}"
+        )
 
 
 def check_boundaries(

@@ -27,7 +27,7 @@ class MixtureProblem(NamedTuple):
     shift: Tensor | None
     """``[Hkv, M, D]``: the key of component r at position j is ``key_j + shift_r``."""
     log_prior: Tensor | None
-    """``[Hkv, M, Nk]`` or ``[Hkv, M, 1]``; ``None`` means uniform."""
+    """``[Hkv, M, 1]``, ``[Hkv, M, Nk]`` or ``[B, Hkv, M, Nk]``; ``None`` means uniform."""
     variance: float | Tensor
     """One number shared by all components, or ``[Hkv, M]``."""
     similarity: str
@@ -59,6 +59,11 @@ class MixtureProblem(NamedTuple):
     def shares_variance(self) -> bool:
         """Whether all components provably have one variance, so that the term in ``|q|^2`` cancels."""
         return isinstance(self.variance, float) or self.num_components == 1
+
+    @property
+    def has_prior_by_key(self) -> bool:
+        """Whether a prior may differ between key positions, so that it changes more than ratios of components."""
+        return self.log_prior is not None and (self.log_prior.ndim == 4 or self.log_prior.shape[-1] > 1)
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -85,7 +85,7 @@ def _component_logits(problem: MixtureProblem) -> Tensor:
         squared_distance = query.square().sum(-1)[..., :, None] - 2 * product + key.square().sum(-1)[..., None, :]
         logit = -0.5 * squared_distance * inverse_variance
     if problem.log_prior is not None and problem.assignment == "soft":
-        logit = logit + problem.log_prior.repeat_interleave(problem.group_size, dim=0)[:, :, None, :]
+        logit = logit + problem.log_prior.repeat_interleave(problem.group_size, dim=-3)[..., None, :]
     return logit.masked_fill(~_visible(problem)[:, :, None], -math.inf)
 
 

@@ -72,7 +72,7 @@ def unsupported(problem: MixtureProblem) -> str | None:
 def attention(problem: MixtureProblem) -> Tensor:
     """``[B, H, Nq, Dv]``"""
     dtype = problem.query.dtype
-    if problem.log_prior is not None and problem.log_prior.shape[-1] == 1:
+    if problem.log_prior is not None and not problem.has_prior_by_key:
         # Exact, since only ratios of priors count; it keeps rounding errors out of the gradient's irrelevant direction.
         problem = problem._replace(log_prior=problem.log_prior.log_softmax(dim=1))
     if is_plain_softmax(problem):
@@ -95,9 +95,8 @@ def attention(problem: MixtureProblem) -> Tensor:
 
 def is_plain_softmax(problem: MixtureProblem) -> bool:
     """Dot similarity where neither shift nor prior distinguishes one key position from another."""
-    per_position_prior = problem.log_prior is not None and problem.log_prior.shape[-1] > 1
     one_key = problem.key.shape[2] == 1
-    return problem.similarity == "dot" and problem.shares_variance and one_key and not per_position_prior
+    return problem.similarity == "dot" and problem.shares_variance and one_key and not problem.has_prior_by_key
 
 
 def _needs_float32(problem: MixtureProblem) -> bool:
@@ -236,7 +235,7 @@ def _norm_and_prior(problem: MixtureProblem, key: Tensor) -> Tensor | None:
     bias = None
     if problem.similarity == "gaussian":
         bias = -0.5 * key.to(problem.compute_dtype).square().sum(-1)
-    if problem.log_prior is not None and (problem.num_components > 1 or problem.log_prior.shape[-1] > 1):
+    if problem.log_prior is not None and (problem.num_components > 1 or problem.has_prior_by_key):
         scaled = float(problem.variance) * problem.log_prior
         bias = scaled.expand(key.shape[:-1]) if bias is None else bias + scaled
     return bias
@@ -370,8 +369,9 @@ def _attend(
 def _hidden_keys(problem: MixtureProblem) -> Tensor | None:
     """bool, broadcastable to ``[B, Hkv, Nk]``: masked keys, and positions whose prior is zero in every component."""
     hidden = None if problem.key_mask is None else ~problem.key_mask[:, None]
-    if problem.log_prior is not None and problem.log_prior.shape[-1] > 1:
-        dead = (problem.log_prior <= DEAD_PRIOR).all(dim=1)[None]
+    if problem.log_prior is not None and problem.has_prior_by_key:
+        dead = (problem.log_prior <= DEAD_PRIOR).all(dim=-2)
+        dead = dead if dead.ndim == 3 else dead[None]
         hidden = dead if hidden is None else hidden | dead
     return hidden
 

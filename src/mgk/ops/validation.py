@@ -198,24 +198,29 @@ def _canonical_log_prior(
         return None
     _check_floating("log_prior", log_prior)
     _check_device("log_prior", log_prior, query)
-    if log_prior.ndim not in (1, 2, 3):
-        raise ValueError(f"log_prior must have shape [M], [Hkv, M] or [Hkv, M, Nk], got {_shape(log_prior)}")
-    components = log_prior.shape[0] if log_prior.ndim == 1 else log_prior.shape[1]
+    if log_prior.ndim not in (1, 2, 3, 4):
+        forms = "[M], [Hkv, M], [Hkv, M, Nk] or [B, Hkv, M, Nk]"
+        raise ValueError(f"log_prior must have shape {forms}, got {_shape(log_prior)}")
+    batch = query.shape[0]
+    if log_prior.ndim == 4 and log_prior.shape[0] != batch:
+        raise ValueError(f"log_prior must have the batch size of query, {batch}, got {log_prior.shape[0]}")
+    components = log_prior.shape[-1 if log_prior.ndim < 3 else -2]
     if components != num_components:
         hint = ": key needs a component axis, [B, Hkv, M, Nk, D]" if lacks_axis else ""
         raise ValueError(f"log_prior must have as many components as key, {num_components}, got {components}{hint}")
     if log_prior.ndim == 1:
         log_prior = log_prior.expand(num_kv_heads, num_components)
-    if log_prior.shape[0] != num_kv_heads:
-        raise ValueError(f"log_prior must have as many heads as key, {num_kv_heads}, got {log_prior.shape[0]}")
     if log_prior.ndim == 2:
         log_prior = log_prior[:, :, None]
-    elif log_prior.shape[2] != num_keys:
-        raise ValueError(f"log_prior must cover all {num_keys} key positions, got {log_prior.shape[2]}")
+    elif log_prior.shape[-1] != num_keys:
+        raise ValueError(f"log_prior must cover all {num_keys} key positions, got {log_prior.shape[-1]}")
+    if log_prior.shape[-3] != num_kv_heads:
+        raise ValueError(f"log_prior must have as many heads as key, {num_kv_heads}, got {log_prior.shape[-3]}")
     if may_inspect_values(log_prior) and log_prior.numel():
         if not bool((log_prior < math.inf).all()):
             raise ValueError("log_prior must hold numbers below infinity, got NaN or infinity")
-        if bool((log_prior.amax(dim=(1, 2)) == -math.inf).any()):
+        # A sample without any such key is like one whose keys are all masked: its rows are 0.
+        if log_prior.ndim == 3 and bool((log_prior.amax(dim=(1, 2)) == -math.inf).any()):
             raise ValueError("log_prior must leave every head a component with a prior above zero, got all -inf")
     return log_prior.to(torch.promote_types(query.dtype, torch.float32))
 

@@ -48,7 +48,7 @@ def unsupported(problem: MixtureProblem) -> str | None:
         return "a variance that is a tensor"
     if problem.attn_mask is not None:
         return "an attn_mask that depends on the query"
-    if problem.log_prior is not None and problem.log_prior.shape[-1] > 1:
+    if problem.has_prior_by_key:
         return "a log_prior of each position"
     if problem.dropout_p > 0:
         return "dropout_p > 0"

@@ -68,14 +68,14 @@ def _unsupported_device(index: int) -> str | None:
 def attention(problem: MixtureProblem, spans: tuple[Tensor | None, Tensor | None] = (None, None)) -> Tensor:
     """``[B, H, Nq, Dv]``. ``spans`` of queries and of keys: see ``mgk.ops.packed``."""
     given = problem
-    if problem.log_prior is not None and problem.log_prior.shape[-1] == 1:
+    if problem.log_prior is not None and not problem.has_prior_by_key:
         # Exact, since only ratios of priors count; it keeps rounding errors out of the gradient's irrelevant direction.
         one = problem.num_components == 1
         problem = problem._replace(log_prior=None if one else problem.log_prior.log_softmax(dim=1))
-    per_position = problem.log_prior is not None and problem.log_prior.shape[-1] > 1
+    by_key = problem.has_prior_by_key
     if problem.assignment == "hard":
         problem = problem._replace(log_prior=None)
-    elif problem.similarity == "dot" and problem.shares_variance and problem.key.shape[2] == 1 and not per_position:
+    elif problem.similarity == "dot" and problem.shares_variance and problem.key.shape[2] == 1 and not by_key:
         # u_ir does not depend on j: shifts and priors change no weight (softmax-smgk IS softmax).
         problem = problem._replace(shift=None, log_prior=None)
     # Drawn on the device: nothing waits for it, and a captured graph draws anew at each replay.

@@ -176,9 +176,7 @@ class Call(TermsLayout):
         together = max(1, min(total // enough, MOST_BLOCKS_TOGETHER if self.shift is not None else 1))
         row_programs = self.batch * self.heads * count_blocks(row_blocks, together)
         column_programs = self.batch * self.kv_heads * count_blocks(column_blocks, together)
-        prior, prior_strides = self.log_prior, (0, 0, 0)
-        if prior is not None:
-            prior_strides = (prior.stride(0), prior.stride(1), prior.stride(2) if prior.shape[2] > 1 else 0)
+        prior, prior_strides = prior_and_strides(self.log_prior)
         launch(
             preparation.logit_terms,
             row_programs + column_programs,
@@ -199,6 +197,7 @@ class Call(TermsLayout):
                 "GAUSSIAN": self.gaussian,
                 "HAS_SHIFT": self.shift is not None,
                 "HAS_PRIOR": prior is not None,
+                "PRIOR_BY_SAMPLE": self.log_prior is not None and self.log_prior.ndim == 4,
                 "HAS_NORM": self.has_norm,
                 "HAS_ORIGIN": self.origin is not None,
                 "HAS_KEY_MASK": key_mask is not None,
@@ -296,6 +295,16 @@ def rows_of_terms(width: int) -> int:
 def power_of_two(number: int) -> int:
     """The largest that is not larger: what blocks are made of."""
     return 1 << (number.bit_length() - 1)
+
+
+def prior_and_strides(log_prior: Tensor | None) -> tuple[Tensor | None, tuple[int, int, int]]:
+    """The prior as kernels read it, ``[Hkv, M, Nk or 1]`` or ``[B * Hkv, M, Nk]``, and how far heads, components and
+    keys lie apart. A prior of each sample is copied if its heads do not follow each other at one distance."""
+    if log_prior is None:
+        return None, (0, 0, 0)
+    by_key = log_prior.ndim == 4 or log_prior.shape[2] > 1
+    prior = log_prior.flatten(0, 1) if log_prior.ndim == 4 else log_prior
+    return prior, (prior.stride(0), prior.stride(1), prior.stride(2) if by_key else 0)
 
 
 def inverse_variance_of(problem: MixtureProblem) -> tuple[float, Tensor | None]:

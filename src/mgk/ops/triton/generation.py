@@ -10,7 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mgk.ops.problem import MixtureProblem
 from mgk.ops.triton import tuning
-from mgk.ops.triton.call import LOG2_E, PROGRAMS, SMALL, inverse_variance_of
+from mgk.ops.triton.call import LOG2_E, PROGRAMS, SMALL, inverse_variance_of, prior_and_strides
 from mgk.ops.triton.kernels import decode
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.layout import aligned, block_width, count_blocks, descriptor, on_device
@@ -93,17 +93,14 @@ def run(
         maximum = query.new_empty(batch * kv_heads, splits, rows, dtype=torch.float32)
         sums = torch.empty_like(maximum)
         out = query.new_empty(batch, heads, queries, value_width)
-        prior_strides = (0, 0, 0)
-        if log_prior is not None:
-            by_position = log_prior.stride(2) if log_prior.shape[2] > 1 else 0
-            prior_strides = (log_prior.stride(0), log_prior.stride(1), by_position)
+        prior, prior_strides = prior_and_strides(log_prior)
         own_inverse_variance = None if inverse_variance is None else (inverse_variance.float() * LOG2_E).contiguous()
         launch(
             decode.decode_split,
             batch * kv_heads * splits,
             (
                 descriptor(key, tile.columns), descriptor(value, tile.columns), query, key, value,
-                None if shift is None else shift.float().contiguous(), log_prior, own_inverse_variance,
+                None if shift is None else shift.float().contiguous(), prior, own_inverse_variance,
                 key_mask, partial, maximum, sums, *query.stride()[:3], *key.stride()[:4], *value.stride()[:3],
                 *prior_strides, *((0, 0) if key_mask is None else key_mask.stride()), scale * LOG2_E, heads,
                 group_size, queries, keys, keys_per_split, splits, width, value_width,
@@ -116,7 +113,8 @@ def run(
                 "ONE_VARIANCE": inverse_variance is None,
                 "HAS_SHIFT": shift is not None,
                 "HAS_PRIOR": log_prior is not None,
-                "PRIOR_BY_KEY": log_prior is not None and log_prior.shape[2] > 1,
+                "PRIOR_BY_KEY": log_prior is not None and (log_prior.ndim == 4 or log_prior.shape[2] > 1),
+                "PRIOR_BY_SAMPLE": log_prior is not None and log_prior.ndim == 4,
                 "HAS_KEY_MASK": key_mask is not None,
                 "CAUSAL": is_causal and queries > 1,
                 "INPUT_PRECISION": "ieee",

@@ -33,6 +33,8 @@ def unsupported(problem: LinearProblem) -> str | None:
         return "float64"
     if max(mixture.query.shape[-1], mixture.value.shape[-1]) > WIDEST:
         return f"heads wider than {WIDEST}"
+    if mixture.log_prior is not None and mixture.log_prior.ndim == 4:
+        return "a log_prior of each sample"
     if mixture.num_components > 8:
         return "more than 8 components"
     if mixture.is_causal and mixture.causal_offset != 0:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mgk.ops.autograd import NO_SECOND_ORDER
 from mgk.ops.triton import replay
-from mgk.ops.triton.call import Call, TermsLayout
+from mgk.ops.triton.call import Call, TermsLayout, prior_and_strides
 from mgk.ops.triton.kernels import responsibilities
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.layout import aligned, aligned_width, block_width, by_token, count_blocks, descriptor, on_device
@@ -140,7 +140,7 @@ def run_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     tensors = (*mixture, *added)
     return replay.once(  # type: ignore[return-value]
         lambda: forward_pass(*inputs), replay.signature_of(tensors, ("forward", has_one_mask, *options)), tensors,
-        query.device, is_plain=lambda: _is_plain(query, key, value, shift, *added), zeroed=zeroed,
+        query.device, is_plain=lambda: _is_plain(query, key, value, shift, log_prior, *added), zeroed=zeroed,
     )  # fmt: skip
 
 
@@ -155,8 +155,8 @@ def run_backward(grad_out: Tensor, grad_normaliser: Tensor | None, *saved_and_op
 
     def is_plain() -> bool:
         one_gradient = shift is None or shift.shape[1] <= 2
-        by_head = log_prior is None or log_prior.shape[2] == 1
-        is_read = aligned(grad_out) is grad_out and _is_plain(query, key, value, shift, *added)
+        by_head = log_prior is None or (log_prior.ndim == 3 and log_prior.shape[2] == 1)
+        is_read = aligned(grad_out) is grad_out and _is_plain(query, key, value, shift, log_prior, *added)
         return one_gradient and by_head and is_read
 
     tensors = (grad_out, *saved, *added)
@@ -178,12 +178,15 @@ def _beside_the_mixture(
     return (key_mask, None if has_one_mask else query_mask, seed), has_one_mask
 
 
-def _is_plain(query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, *others: Tensor | None) -> bool:
+def _is_plain(
+    query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None, *others: Tensor | None
+) -> bool:
     """Whether the kernels read these tensors as they are, and write what has their width."""
-    keys = key.flatten(1, 2)
+    keys, prior = key.flatten(1, 2), prior_and_strides(log_prior)[0]
     read = [query, keys, value]
     return (
         keys.data_ptr() == key.data_ptr()
+        and (prior is None or log_prior is None or prior.data_ptr() == log_prior.data_ptr())
         and all(aligned(tensor) is tensor and aligned_width(tensor) == tensor.shape[-1] for tensor in read)
         and (shift is None or (shift.dtype == torch.float32 and shift.is_contiguous()))
         and all(other is None or other.is_contiguous() for other in others)

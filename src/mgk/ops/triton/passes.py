@@ -44,7 +44,7 @@ def forward_pass(
         key: ``[B, Hkv, M, Nk, D]``, or one component beside ``shift``.
         value: ``[B, Hkv, Nk, Dv]``.
         shift: ``[Hkv, M, D]``.
-        log_prior: fp32 ``[Hkv, M, Nk]`` or ``[Hkv, M, 1]``.
+        log_prior: fp32 ``[Hkv, M, 1]``, ``[Hkv, M, Nk]`` or ``[B, Hkv, M, Nk]``.
         inverse_variance: ``1 / variance [Hkv, M]``; ``None``: ``scale`` for all.
         attn_mask: bool, four axes, broadcastable to ``[B, H, Nq, Nk]``.
         key_mask: bool ``[B, Nk]``.
@@ -300,10 +300,13 @@ def _parameter_gradients(
     prior, shift = call.log_prior, call.shift
     grad_shift = call.new(0) if shift is None else torch.empty_like(shift)
     grad_prior = call.new(0)
-    by_head = prior is not None and prior.shape[2] == 1
+    by_head = prior is not None and prior.ndim == 3 and prior.shape[2] == 1
     if prior is not None:
         assert grad_column is not None
-        grad_prior = call.new(*prior.shape) if by_head else grad_column.sum(2)
+        if by_head:
+            grad_prior = call.new(*prior.shape)
+        else:
+            grad_prior = grad_column.permute(2, 0, 1, 3).contiguous() if prior.ndim == 4 else grad_column.sum(2)
     if shift is None and not by_head:
         return grad_shift, grad_prior
     width = 16 if query_shares is None else query_shares.shape[-1]

@@ -34,9 +34,9 @@ def decode_split(
     stride_prior_component, stride_prior_token, stride_mask_batch, stride_mask_key, scale, num_heads, group_size,
     num_queries, num_keys, keys_per_split, num_splits, width, value_width,
     M: tl.constexpr, SHARED_KEY: tl.constexpr, HARD: tl.constexpr, GAUSSIAN: tl.constexpr, ONE_VARIANCE: tl.constexpr,
-    HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
-    CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, ROWS: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr,
+    HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr, PRIOR_BY_SAMPLE: tl.constexpr,
+    HAS_KEY_MASK: tl.constexpr, CAUSAL: tl.constexpr, INPUT_PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """One program for one share of the keys of one key/value head: ``partial [.., rows, Dv]``, maximum and sum."""
     # Rows start at multiples of 16 bytes, as in `load_rows`.
@@ -53,6 +53,8 @@ def decode_split(
     num_kv_heads = num_heads // group_size
     i_batch = i_kv // num_kv_heads
     i_kv_head = i_kv % num_kv_heads
+    if PRIOR_BY_SAMPLE:
+        p_prior += i_batch.to(tl.int64) * num_kv_heads * stride_prior_head
     o_row = tl.arange(0, ROWS)
     o_d = tl.arange(0, D)
     o_v = tl.arange(0, DV)

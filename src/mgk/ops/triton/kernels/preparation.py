@@ -25,10 +25,10 @@ def logit_terms(
     num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_row_programs, blocks_together,
     width,
     M: tl.constexpr, SHARED_KEY: tl.constexpr, TWO_SHIFTS: tl.constexpr, HARD: tl.constexpr, GAUSSIAN: tl.constexpr,
-    HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ORIGIN: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr, HAS_RANGE: tl.constexpr, HAS_LEVEL: tl.constexpr, HAS_ROW: tl.constexpr,
-    HAS_COLUMN: tl.constexpr, FROM_BIAS: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr, ONE_VARIANCE: tl.constexpr,
-    BLOCK: tl.constexpr, D: tl.constexpr,
+    HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_SAMPLE: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_ORIGIN: tl.constexpr, HAS_KEY_MASK: tl.constexpr, HAS_RANGE: tl.constexpr, HAS_LEVEL: tl.constexpr,
+    HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, FROM_BIAS: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
+    ONE_VARIANCE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """The first programs make rows, the others columns: one launch, since both wait for memory. Each makes some blocks
     of them, since what is found from first tokens takes as long as a block.
@@ -51,6 +51,8 @@ def logit_terms(
     i_batch = i_program // num_programs // (num_heads if is_row else num_kv_heads)
     i_kv_head = i_head // group_size if is_row else i_head
     i_kv = i_batch * num_kv_heads + i_kv_head
+    if PRIOR_BY_SAMPLE:
+        p_prior += i_batch.to(tl.int64) * num_kv_heads * stride_prior_head
     b_origin = tl.zeros([D], tl.float32)
     b_level = 0.0
     if HAS_ORIGIN or HAS_LEVEL:
@@ -66,6 +68,10 @@ def logit_terms(
         ).reshape(D).to(tl.float32)  # fmt: skip
         if HAS_LEVEL:
             b_level = scale * tl.sum((b_first_query - 0.5 * b_first_key) * b_first_key, 0)
+            if PRIOR_BY_SAMPLE:
+                # Such a prior may take the norm of each key back, and is then as large.
+                p_first = p_prior + i_kv_head * stride_prior_head + first_key * stride_prior_token
+                b_level += tl.load(p_first) * 1.4426950408889634
             # No logit exceeds half the squared norm of its query: a first key far from everything says little.
             b_level = tl.maximum(b_level, 0.5 * scale * tl.sum(b_first_query * b_first_query, 0) - 40.0)
             # Columns are rounded once they hold it: a level so high that this would show is not taken.
