@@ -74,8 +74,11 @@ def make_model(family, *, seed=0, dtype=torch.float32, **changes):
     model = model_class(config).to(DEVICE, dtype).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("bias"):  # which start at 0 and could be lost unseen
+            # What starts at 0 or 1 could be lost unseen; and normalised keys all have one length until gains differ.
+            if parameter_name.endswith("bias"):
                 parameter.normal_(std=0.3)
+            elif "norm" in parameter_name:
+                parameter.mul_(1.0 + 0.3 * torch.randn_like(parameter))
     return model
 
 

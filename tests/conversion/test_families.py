@@ -156,7 +156,7 @@ def test_generation_with_and_without_a_cache(family, preset):
 
     def generate(**options):
         torch.manual_seed(0)
-        return model.generate(**inputs, max_new_tokens=8, min_new_tokens=8, do_sample=True, **options)
+        return model.generate(**inputs, max_new_tokens=8, min_new_tokens=8, do_sample=True, temperature=1.0, **options)
 
     expected = generate(use_cache=False)
     assert len(set(expected[:, -8:].flatten().tolist())) > 4
