@@ -109,7 +109,7 @@ def test_bad_options(options, message):
 
 
 def test_presets_that_do_not_fit():
-    with pytest.raises(ValueError, match="attention must be one of 'softmax', .*, got 'mlk'"):
+    with pytest.raises(ValueError, match=r"attention must be one of 'softmax', .*, got 'mlk'"):
         mgk.convert(make_model("llama"), "mlk")
     with pytest.raises(ValueError, match="'gaussian' has one key a position, got components=2"):
         mgk.convert(make_model("llama"), "gaussian", components=2)
@@ -131,7 +131,7 @@ def test_projections_that_are_no_longer_plain():
     model = make_model("llama")
     attention = model.model.layers[1].self_attn
     attention.k_proj = torch.nn.Sequential(attention.k_proj)
-    with pytest.raises(TypeError, match="projections must be nn.Linear, got Sequential in LlamaAttention"):
+    with pytest.raises(TypeError, match=r"projections must be nn.Linear, got Sequential in LlamaAttention"):
         mgk.convert(model, "smgk")
     assert not hasattr(model.model.layers[0].self_attn, "mixture")
 
@@ -159,11 +159,11 @@ def test_a_cache_of_another_model(cache):
 
 def test_loading_what_was_not_converted(tmp_path):
     make_model("llama").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="path must hold a model that mgk.convert made, got a 'llama' in"):
+    with pytest.raises(ValueError, match=r"path must hold a model that mgk.convert made, got a 'llama' in"):
         mgk.load_converted(tmp_path)
 
 
 def test_pushing_while_saving(tmp_path):
     model = mgk.convert(make_model("llama"), "smgk")
-    with pytest.raises(ValueError, match="call model.push_to_hub"):
+    with pytest.raises(ValueError, match=r"call model.push_to_hub"):
         model.save_pretrained(tmp_path, push_to_hub=True)
