@@ -1,6 +1,8 @@
 """Every family of models, converted: what it computes at first, what it learns, saves and generates."""
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -265,3 +267,18 @@ def test_what_a_family_cannot_is_refused():
     refused = {make_model(name).config.model_type for name in MODELS if name not in PROJECTED}
     assert refused == {name for name, family in FAMILIES.items() if family.projected is None}
     assert all(FAMILIES[name].projected == AS_HEADS for name in ("llama", "gpt2", "bert", "bart", "vit"))
+
+
+def test_the_table_of_families_is_true():
+    """In docs/convert.md: a "yes" where a test runs, a "no" where a sentence refuses, nothing where nothing is."""
+    page = (Path(__file__).parents[2] / "docs" / "convert.md").read_text()
+    written = dict(re.findall(r"^\| `(\w+)` \| ((?:(?:yes|no|-) \| ?)+)$", page, re.MULTILINE))
+    assert set(written) == set(FAMILIES)
+    for name, cells in written.items():
+        can_generate, is_padded = name in (*DECODERS, *SEQ2SEQ), name in (*DECODERS, *ENCODERS, "bart")
+        expected = [
+            True, True, True, name in GROUPED, name in PROJECTED, True, can_generate or None, is_padded or None,
+            (name in DECODERS) or None, True,
+        ]  # fmt: skip
+        words = {True: "yes", False: "no", None: "-"}
+        assert cells.strip(" |").split(" | ") == [words[cell] for cell in expected], name
