@@ -1,6 +1,9 @@
 """Starts of converted models: what is equal to the model before, and how it leaves it."""
 
 import copy
+import importlib.util
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -187,3 +190,23 @@ def test_pooled_weights_are_means():
     torch.testing.assert_close(by_head(new.q_proj.weight), queries)
     outputs = by_head(old.o_proj.weight.T).unflatten(0, (2, 2)).sum(dim=1)
     torch.testing.assert_close(by_head(new.o_proj.weight.T), outputs)
+
+
+def test_starts_are_measured(tmp_path, monkeypatch, capsys):
+    """`python benchmarks/conversion_starts.py`, smaller, and not into the docs."""
+    file = Path(__file__).parents[2] / "benchmarks" / "conversion_starts.py"
+    spec = importlib.util.spec_from_file_location("conversion_starts", file)
+    starts = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(starts)
+    monkeypatch.setattr(starts, "TOKENS", 12)
+    page = starts.PAGE.read_text()
+    arguments = ["--pretraining", "1", "--steps", "10", "--width", "16", "--output", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["conversion_starts.py", *arguments])
+    starts.main()
+    assert "wrote starts.json and conversion_starts.png" in capsys.readouterr().out
+    result = json.loads((tmp_path / "starts.json").read_text())
+    first = {name: curve[0] for name, curve in result["loss"].items()}
+    assert first["`smgk`, near"] == pytest.approx(first["not converted"], abs=1e-4)
+    assert len(starts.table(result).splitlines()) == 2 + len(starts.ROWS)
+    assert (tmp_path / "conversion_starts.png").read_bytes()[1:4] == b"PNG"
+    assert starts.PAGE.read_text() == page

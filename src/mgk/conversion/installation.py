@@ -33,7 +33,7 @@ def install(model: Any, record: Record, *, pooling: str = "neighbours", noise: A
     for (module, projections), (num_heads, num_kv_heads) in zip(found, heads, strict=True):
         projections.resize((num_heads, num_kv_heads), projected, pooling, noise)
         mixture = Mixture(record, num_kv_heads, projections.head_dim, family.projected)
-        weight = projections.output.weight
+        weight: Any = projections.output.weight
         setattr(module, MIXTURE, mixture.to(device=weight.device, dtype=weight.dtype).train(module.training))
         key_heads = num_kv_heads * (projected if family.projected == AS_HEADS else 1)
         check = CacheCheck(getattr(module, "layer_idx", None), key_heads, num_kv_heads, projections.head_dim)

@@ -124,7 +124,7 @@ def packed_sequences(mask_function: Callable[..., Any]) -> Tensor | None:
 
 
 _AND = and_masks(causal_mask_function)
-_PACKED = packed_sequence_mask_function(torch.zeros(1, 1)).__code__  # type: ignore[attr-defined]
+_PACKED = packed_sequence_mask_function(torch.zeros(1, 1)).__code__
 
 
 def boundaries(sequences: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ class Projections:
             bias = torch.cat([bias for bias in flat_biases if bias is not None]) if flat_biases[0] is not None else None
             _set_rows(self.inputs[0], torch.cat(flat), bias)
             # How it takes its projection apart: three equal parts, until now.
-            self.module.split_size = [len(weight) for weight in flat]
+            setattr(self.module, "split_size", [len(weight) for weight in flat])  # noqa: B010
         else:
             joined = torch.stack(weights, dim=1).flatten(0, 2)
             given = [bias for bias in biases if bias is not None]

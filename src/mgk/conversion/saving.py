@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from pathlib import Path
@@ -27,8 +26,10 @@ HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revi
 class ConvertedModel:
     """What a converted model does otherwise than its class in transformers, from which it inherits as well."""
 
+    config: PreTrainedConfig
+
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         install(self, Record.read(config))
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
@@ -78,11 +79,19 @@ class ConvertedModel:
             file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-@functools.cache
-def converted_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+_classes: dict[type[Any], type[Any]] = {}
+
+
+def converted_class(base: type[Any]) -> type[Any]:
     """The class of converted models whose class was ``base``: one, however often it is asked for."""
     if issubclass(base, ConvertedModel):
         return base
+    if base not in _classes:
+        _classes[base] = _make_class(base)
+    return _classes[base]
+
+
+def _make_class(base: type[Any]) -> type[Any]:
     members = {"__module__": __name__, "__doc__": f"A {base.__name__} that was converted."}
     return type(f"{PREFIX}{base.__name__}", (ConvertedModel, base), members)
 
