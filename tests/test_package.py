@@ -49,7 +49,7 @@ def test_version_matches_the_changelog():
 def test_code_in_the_docs_runs():
     for page in (
         ROOT / "README.md",
-        *(ROOT / "docs" / f"{name}.md" for name in ("models", "data", "training", "analysis", "tutorial")),
+        *(ROOT / "docs" / f"{name}.md" for name in ("models", "convert", "data", "training", "analysis", "tutorial")),
     ):
         blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
         assert blocks
@@ -294,7 +294,9 @@ def test_accuracy_is_measured(tmp_path, monkeypatch, capsys):
     assert accuracy.PAGE.read_text() == page
 
 
-@pytest.mark.parametrize(("benchmark", "page"), [("accuracy", "numerics"), ("training", "training")])
+@pytest.mark.parametrize(
+    ("benchmark", "page"), [("accuracy", "numerics"), ("training", "training"), ("conversion_starts", "convert")]
+)
 def test_numbers_in_the_docs_come_from_results(benchmark, page):
     assert load_benchmark(benchmark).table() in (ROOT / "docs" / f"{page}.md").read_text()
 
@@ -310,8 +312,8 @@ def test_docs_name_tests_that_exist():
 
 # Data flows downwards: a folder imports from itself and from those above it.
 LAYERS = (
-    "ops", "nn", "models", "data", "evaluation", "training", "recipes", "analysis", "benchmark", "reproduction",
-    "commands", "demo", "cli",
+    "ops", "nn", "models", "conversion", "data", "evaluation", "training", "recipes", "analysis", "benchmark",
+    "reproduction", "commands", "demo", "cli",
 )  # fmt: skip
 
 
