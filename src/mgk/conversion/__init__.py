@@ -1,0 +1,16 @@
+"""Mixture attention in Hugging Face models that exist: Llama, Qwen, BERT, ViT and their like, weights included.
+
+The import registers ``attn_implementation="mgk"``, which alone gives every model that uses transformers' attention
+interface the fused softmax of this library; :func:`convert` puts mixtures into the models of :data:`FAMILIES`.
+"""
+
+from mgk.conversion.attention import register
+from mgk.conversion.convert import convert
+from mgk.conversion.families import FAMILIES, Family
+from mgk.conversion.mixture import Mixture
+from mgk.conversion.saving import load_converted
+from mgk.conversion.starts import AdvanceStart, advance_start
+
+register()
+
+__all__ = ["FAMILIES", "AdvanceStart", "Family", "Mixture", "advance_start", "convert", "load_converted"]

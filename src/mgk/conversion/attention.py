@@ -1,0 +1,88 @@
+"""The attention function of ``attn_implementation="mgk"``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from mgk.conversion.mask import compact_mask, read_mask
+from mgk.conversion.mixture import attend
+
+NAME = "mgk"
+MIXTURE = "mixture"
+"""The submodule of an attention module that :func:`mgk.convert` adds."""
+
+_REFUSED = {
+    "sliding_window": "sliding windows",
+    "softcap": "caps on logits (softcap)",
+    "s_aux": "attention sinks (s_aux)",
+    "position_bias": "position biases",
+    "head_mask": "head masks",
+    "layer_head_mask": "head masks",
+}
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    output_attentions: bool | None = False,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention with the mixture of ``module``, or fused softmax attention where it has none.
+
+    transformers calls it; these are its arguments, among others that say nothing to an attention. Those that would
+    change what is computed are refused by name.
+
+    Args:
+        module: the attention module.
+        query: ``[B, H, Nq, D]``.
+        key: ``[B, Hkv, Nk, D]``, or as M projected keys pass through the module.
+        value: ``[B, Hkv, Nk, D]``.
+        attention_mask: see :mod:`mgk.conversion.mask`.
+        scaling: of the products; ``None`` is ``1 / sqrt(D)``.
+        dropout: of the weights.
+        is_causal: instead of ``module.is_causal``.
+        cu_seq_lens_q: boundaries of packed sequences, where a collator gives them and the positions do not say so.
+        output_attentions: whether to return the weights.
+        kwargs: everything else that transformers passes.
+
+    Returns:
+        ``[B, Nq, H, D]``, and the weights ``[B, H, Nq, Nk]`` or ``None``.
+    """
+    for name, meaning in _REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(f"attn_implementation 'mgk' has no {meaning}, got one from {type(module).__name__}")
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is None and cu_seq_lens_q is not None and query.shape[2] == value.shape[2]:
+        attention_mask = cu_seq_lens_q
+    visible = read_mask(attention_mask, is_causal, query.shape[2], value.shape[2])
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    mixture = getattr(module, MIXTURE, None)
+    options: dict[str, Any] = {"dropout": dropout, "need_weights": bool(output_attentions)}
+    if mixture is not None:
+        out, weights = mixture(query, key, value, visible, scaling=scaling, **options)
+    else:
+        if visible.length is not None:
+            key, value = key[:, :, : visible.length], value[:, :, : visible.length]
+        softmax = {"shift": None, "log_prior": None, "variance": 1.0 / scaling, "similarity": "dot"}
+        out, weights = attend(query, key, value, visible, softmax, **options)
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def register() -> None:
+    """Tell transformers of the attention function and, without which masks would not arrive, of its mask function."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, compact_mask)
+
+

@@ -1,0 +1,108 @@
+"""The conversion of a Hugging Face model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from mgk.conversion.families import family_of
+from mgk.conversion.heads import POOLINGS
+from mgk.conversion.installation import install
+from mgk.conversion.record import FIELD, Record
+from mgk.conversion.saving import converted_class
+from mgk.conversion.starts import STARTS, Perturbation, choose_start
+from mgk.nn import PRESETS
+from mgk.nn.presets import SOFTMAX_PRESETS
+from mgk.nn.variance import initial_variances
+from mgk.ops.attention import BACKENDS
+from mgk.ops.validation import check_choice
+
+
+def convert(
+    model: PreTrainedModel,
+    attention: str,
+    *,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    components: int | None = None,
+    start: str = "auto",
+    fade_steps: int = 1000,
+    perturbation: float = 0.01,
+    pooling: str = "neighbours",
+    learn_variance: bool = False,
+    variance_scale: float | Sequence[float] = 1.0,
+    shift_init_std: float = 1.0,
+    backend: str = "auto",
+    seed: int = 0,
+) -> PreTrainedModel:
+    """Put mixture attention into a Hugging Face model, in place, and return the model.
+
+    Every attention of the model keeps its projections, rotations, norms and caches; what is computed from queries, keys
+    and values becomes :func:`mgk.mixture_attention`, with ``1 / scaling`` of the model as the variance. Its mixture is
+    the submodule ``mixture`` of each attention module. The model stays what it was to ``Trainer``, ``generate``, PEFT
+    and ``save_pretrained``; :func:`load_converted` loads what was saved.
+
+    Args:
+        model: a model of a family in :data:`mgk.conversion.FAMILIES`, on any device.
+        attention: a preset of :func:`mgk.build_attention`, but for the linear ones.
+        num_heads: query heads; ``None`` keeps them. Fewer merge: queries, keys and values are averaged over the heads
+            that become one, output projections added up.
+        num_kv_heads: key/value heads; ``None`` keeps them, or as many as there are query heads where there were. Fewer
+            are averaged, as in the conversion to grouped-query attention.
+        components: keys per position, M; ``None`` is the preset's. Projected keys (``mgk``, ``softmax-mgk``) widen the
+            key projection to M keys a head, and the cache with it; shifted keys (``smgk``) keep one key a token.
+        start: ``"exact"``: the M keys of a dot product start equal, which is the old attention;
+            ``"near"``: a bias of each key takes ``|k|^2 / (2 variance)`` of the distance back, so that the first step
+            computes the old model, and fades out over ``fade_steps`` calls of :func:`mgk.conversion.advance_start`;
+            ``"immediate"``: the mixture takes over at once. ``"auto"`` is the first of them that the preset allows.
+        fade_steps: optimiser steps over which the bias of ``"near"`` fades out, linearly.
+        perturbation: how far equal keys are moved apart, relative to the size of their weights: equal components would
+            get equal gradients forever. It sums to zero over the components, so what the model computes changes by its
+            square only; 0 moves nothing.
+        pooling: which key/value heads become one: ``"neighbours"``, or ``"similar"``: those whose weights are most
+            alike, with the query heads regrouped to follow them.
+        learn_variance: learn a variance per key/value head and component.
+        variance_scale: variance over ``1 / scaling``, one number or one per component.
+        shift_init_std: standard deviation of the initial shifts.
+        backend: see :func:`mgk.mixture_attention`.
+        seed: of shifts and perturbations.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a PreTrainedModel of transformers, got {type(model).__name__}")
+    if getattr(model.config, FIELD, None) is not None:
+        raise ValueError("model must not have been converted before, got one that was")
+    check_choice("attention", attention, SOFTMAX_PRESETS)
+    check_choice("start", start, STARTS)
+    check_choice("pooling", pooling, POOLINGS)
+    check_choice("backend", backend, BACKENDS)
+    preset = PRESETS[attention]
+    components = preset.num_components if components is None else components
+    if components < 1:
+        raise ValueError(f"components must be at least 1, got {components}")
+    if preset.num_components == 1 and components != 1:
+        raise ValueError(f"{attention!r} has one key a position, got components={components}")
+    start = choose_start(start, attention)
+    if start == "near" and fade_steps < 1:
+        raise ValueError(f"fade_steps must be at least 1, got {fade_steps}")
+    for name, size in (("perturbation", perturbation), ("shift_init_std", shift_init_std)):
+        if not 0.0 <= size < math.inf:
+            raise ValueError(f"{name} must be finite and not negative, got {size}")
+    if start != "immediate" and len(set(initial_variances(1, components, variance_scale))) > 1:
+        raise ValueError(f"start {start!r} needs one variance for all components, got variance_scale={variance_scale}")
+    family_of(model.config)
+    record = Record(
+        attention=attention, components=components, num_heads=num_heads, num_kv_heads=num_kv_heads,
+        fade_steps=fade_steps if start == "near" else 0, learn_variance=learn_variance,
+        variance_scale=variance_scale if isinstance(variance_scale, (int, float)) else list(variance_scale),
+        shift_init_std=shift_init_std, backend=backend,
+    )  # fmt: skip
+    # Shifts are drawn from the generator of the CPU; whoever else draws from it draws what they would have drawn.
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        install(model, record, pooling=pooling, noise=Perturbation(perturbation, seed))
+    model.__class__ = converted_class(type(model))
+    return model

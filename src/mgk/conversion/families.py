@@ -1,0 +1,105 @@
+"""Which models can be converted, where their projections are, and which models are refused, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+# How M projected keys of a head pass through the attention module of a family, which was written for one.
+AS_HEADS = "as heads"
+"""It asks its key projection how many heads there are: they pass as M times as many."""
+AS_POSITIONS = "as positions"
+"""It fixes the number of heads, but not that of positions, and keeps no cache: they pass as M times as many of these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Where the attention of one family of models keeps what a conversion changes."""
+
+    attentions: tuple[str, ...]
+    """The classes of its attention modules."""
+    query: str = "q_proj"
+    """Names of the projections in such a module."""
+    key: str = "k_proj"
+    value: str = "v_proj"
+    output: str = "o_proj"
+    """A leading ``../`` is the module around it."""
+    fused: str | None = None
+    """The one projection of queries, keys and values, where there is one: ``"thirds"`` or ``"by head"`` names its
+    order."""
+    fused_name: str = ""
+    norms: tuple[str, str] | None = None
+    """Norms of queries and keys over the width of all heads, whose gains follow the heads."""
+    projected: str | None = AS_HEADS
+    """How M projected keys pass through; ``None``: they do not."""
+    is_grouped: bool = True
+    """Whether there may be fewer key/value heads than query heads."""
+    has_head_fields: bool = False
+    """Whether the configuration says ``num_key_value_heads`` and ``head_dim``, which then follow."""
+    heads_attribute: str = ""
+    """The attribute of the module by which it shapes keys and values, where it does so by one."""
+
+
+_LLAMA: dict[str, Any] = {"has_head_fields": True}
+_BERT: dict[str, Any] = {"query": "query", "key": "key", "value": "value", "output": "../output.dense"}
+
+FAMILIES = {
+    "llama": Family(attentions=("LlamaAttention",), **_LLAMA),
+    "mistral": Family(attentions=("MistralAttention",), **_LLAMA),
+    "qwen2": Family(attentions=("Qwen2Attention",), **_LLAMA),
+    "qwen3": Family(attentions=("Qwen3Attention",), **_LLAMA),
+    "olmo2": Family(attentions=("Olmo2Attention",), norms=("q_norm", "k_norm"), **_LLAMA),
+    "gpt2": Family(attentions=("GPT2Attention",), fused="thirds", fused_name="c_attn", output="c_proj"),
+    "gpt_neox": Family(
+        attentions=("GPTNeoXAttention",), fused="by head", fused_name="query_key_value", output="dense",
+        projected=None, is_grouped=False,
+    ),
+    "bert": Family(attentions=("BertSelfAttention", "BertCrossAttention"), **_BERT),
+    "roberta": Family(attentions=("RobertaSelfAttention", "RobertaCrossAttention"), **_BERT),
+    "vit": Family(attentions=("ViTAttention",)),
+    "dinov2": Family(
+        attentions=("Dinov2SelfAttention",), projected=AS_POSITIONS, is_grouped=False,
+        heads_attribute="num_attention_heads", **_BERT,
+    ),
+    "whisper": Family(
+        attentions=("WhisperAttention",), output="out_proj", projected=None, heads_attribute="num_heads"
+    ),
+    "bart": Family(attentions=("BartAttention",), output="out_proj"),
+}  # fmt: skip
+"""By ``config.model_type``. SmolLM and its like are Llamas."""
+
+REFUSED = {
+    "gemma2": "caps its logits (softcap)",
+    "gemma3": "has sliding windows",
+    "gemma3_text": "has sliding windows",
+    "gpt_oss": "has attention sinks",
+    "t5": "adds a position bias to its logits",
+    "mt5": "adds a position bias to its logits",
+    "umt5": "adds a position bias to its logits",
+    "bloom": "adds a position bias (ALiBi) to its logits",
+    "mpt": "adds a position bias (ALiBi) to its logits",
+    "deberta": "adds a position bias to its logits",
+    "deberta-v2": "adds a position bias to its logits",
+    "swin": "adds a position bias to its logits",
+    "beit": "adds a position bias to its logits",
+}
+"""Families whose attention is something else than a softmax of products, and what."""
+
+
+def family_of(config: Any) -> Family:
+    """The family of a model, or one sentence on why it has none here."""
+    kind = config.model_type
+    if kind in REFUSED:
+        raise ValueError(f"a model of family {kind!r} cannot be converted: its attention {REFUSED[kind]}")
+    if kind not in FAMILIES:
+        raise ValueError(f"model must be of one of the families {', '.join(FAMILIES)}, got {kind!r}")
+    layer_types = getattr(config, "layer_types", None) or ()
+    window = getattr(config, "sliding_window", None)
+    if window is not None or any("sliding" in layer for layer in layer_types):
+        raise ValueError(
+            f"a model with sliding windows cannot be converted, got sliding_window={window} in a {kind!r}: "
+            "mixture attention sees all keys"
+        )
+    if getattr(config, "add_cross_attention", False) and kind == "gpt2":
+        raise ValueError("a 'gpt2' with cross-attention cannot be converted, got add_cross_attention=True")
+    return FAMILIES[kind]

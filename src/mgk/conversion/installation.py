@@ -1,0 +1,57 @@
+"""What a conversion does to the modules of a model, the same for weights that are there and for those to be loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from mgk.conversion.attention import MIXTURE, NAME
+from mgk.conversion.cache import CacheCheck
+from mgk.conversion.families import AS_HEADS, Family, family_of
+from mgk.conversion.mixture import Mixture
+from mgk.conversion.projections import Projections
+from mgk.conversion.record import Record
+from mgk.nn import PRESETS
+
+
+def install(model: Any, record: Record, *, pooling: str = "neighbours", noise: Any = None) -> None:
+    """Give every attention module its heads, its keys and its mixture.
+
+    Args:
+        model: of a family.
+        record: what to make of it.
+        pooling: which heads become one.
+        noise: what moves equal keys apart, for weights that are there.
+    """
+    family = family_of(model.config)
+    found = attention_modules(model, family)
+    shifted = PRESETS[record.attention].keys == "shifted"
+    projected = 1 if shifted else record.components
+    heads = [projections.check(record.num_heads, record.num_kv_heads, projected) for _, projections in found]
+    for (module, projections), (num_heads, num_kv_heads) in zip(found, heads, strict=True):
+        projections.resize((num_heads, num_kv_heads), projected, pooling, noise)
+        mixture = Mixture(record, num_kv_heads, projections.head_dim, family.projected)
+        weight = projections.output.weight
+        setattr(module, MIXTURE, mixture.to(device=weight.device, dtype=weight.dtype).train(module.training))
+        key_heads = num_kv_heads * (projected if family.projected == AS_HEADS else 1)
+        check = CacheCheck(getattr(module, "layer_idx", None), key_heads, num_kv_heads, projections.head_dim)
+        module.register_forward_pre_hook(check, with_kwargs=True)
+    record.write(model.config)
+    if family.has_head_fields:
+        config = model.config
+        config.head_dim = found[0][1].head_dim
+        config.num_attention_heads, config.num_key_value_heads = heads[0]
+    model.set_attn_implementation(NAME)
+
+
+def attention_modules(model: nn.Module, family: Family) -> list[tuple[nn.Module, Projections]]:
+    """All of a model, with their projections."""
+    modules = dict(model.named_modules())
+    found = []
+    for name, module in modules.items():
+        if type(module).__name__ in family.attentions:
+            found.append((module, Projections(family, module, modules[name.rpartition(".")[0]])))
+    if not found:
+        raise ValueError(f"model must have an attention of {family.attentions[0]}, got {type(model).__name__} without")
+    return found

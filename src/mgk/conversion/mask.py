@@ -1,0 +1,151 @@
+"""Masks between transformers and the attention: no ``[B, 1, Nq, Nk]`` where something smaller says the same.
+
+What :func:`compact_mask` makes passes through the layers of a model as its ``attention_mask``, and :func:`read_mask`
+takes it from there:
+
+========================  =================================================================================
+``None``                  every key; in causal attention those up to the query's own, aligned bottom-right
+bool ``[B, n]``           of the first n keys those that are True, and what ``None`` says of causality
+int32 ``[S + 1]``         boundaries of sequences that do not see each other, in the tokens of all rows
+bool ``[B, 1, Nq, Nk]``   all of it, True = attend: what a user gave, or patterns that nothing smaller says
+========================  =================================================================================
+
+A mask of two axes that passes twice, as generation with a static cache has it, stays what it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    packed_sequence_mask_function,
+    prepare_padding_mask,
+    sdpa_mask,
+)
+
+from mgk.models.visibility import pair_mask
+from mgk.ops.validation import is_traced
+
+
+class Visible(NamedTuple):
+    """Which keys a query sees, as :func:`mgk.mixture_attention` takes it."""
+
+    is_causal: bool = False
+    key_mask: Tensor | None = None
+    attn_mask: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    """Boundaries in the tokens of all rows, one after the other."""
+    length: int | None = None
+    """How many keys there are, from the first on; ``None``: all that came."""
+
+
+def compact_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask function of ``attn_implementation="mgk"``, called by transformers, whose arguments these are."""
+    if local_size is not None:
+        raise ValueError(f"attn_implementation 'mgk' has no sliding windows or chunks, got one of {local_size} tokens")
+    is_causal = mask_function is causal_mask_function
+    if not is_causal and mask_function is not bidirectional_mask_function:
+        sequences = None if attention_mask is not None or is_traced() else packed_sequences(mask_function)
+        if sequences is not None:
+            return boundaries(sequences)
+        return _all_pairs(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device
+        )
+    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        padding = padding[:, kv_offset : kv_offset + kv_length]
+        if not is_traced() and bool(padding.all()):
+            padding = None
+    if not is_causal or q_length == kv_length:
+        return padding
+
+    if q_length == 1:
+        if not isinstance(q_offset, Tensor) and q_offset + 1 == kv_length:
+            return padding
+        # The slots of a static cache are all there from the start: those that are not yet written are hidden.
+        written = (torch.arange(kv_length, device=device) <= q_offset).expand(batch_size, -1)
+        return written if padding is None else written & padding
+    if isinstance(q_offset, Tensor):
+        if is_traced():
+            return _all_pairs(
+                batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device
+            )
+        q_offset = int(q_offset)
+    length = q_offset + q_length
+    if padding is None and length != kv_length:
+        return torch.ones(batch_size, length, dtype=torch.bool, device=device)
+    return None if padding is None else padding[:, :length]
+
+
+def _all_pairs(
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int,
+    mask_function: Callable[..., Any], attention_mask: Tensor | None, use_vmap: bool, device: torch.device | str,
+) -> Tensor:  # fmt: skip
+    mask: Tensor = sdpa_mask(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=False, use_vmap=use_vmap,
+        device=device,
+    )  # fmt: skip
+    return mask
+
+
+def packed_sequences(mask_function: Callable[..., Any]) -> Tensor | None:
+    """``[B, N]``, the number of each token's sequence, if the function is causality within packed sequences.
+
+    transformers finds sequences where positions start anew, and tells of them by a function of pairs alone. That
+    function holds the numbers; where it does not look as expected the answer is ``None``, and all pairs are asked.
+    """
+    if getattr(mask_function, "__code__", None) is not _AND.__code__:
+        return None
+    parts = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]
+    if len(parts) != 2 or parts[0] is not causal_mask_function or getattr(parts[1], "__code__", None) is not _PACKED:
+        return None
+    numbers = inspect.getclosurevars(parts[1]).nonlocals["packed_sequence_mask"]
+    return numbers if isinstance(numbers, Tensor) else None
+
+
+_AND = and_masks(causal_mask_function)
+_PACKED = packed_sequence_mask_function(torch.zeros(1, 1)).__code__  # type: ignore[attr-defined]
+
+
+def boundaries(sequences: Tensor) -> Tensor:
+    """int32 ``[S + 1]``: where sequences begin in the tokens of all rows, and where the last one ends."""
+    begins = torch.nn.functional.pad(sequences.diff(dim=1) != 0, (1, 0), value=True)
+    starts = begins.flatten().nonzero().flatten().to(torch.int32)
+    return torch.nn.functional.pad(starts, (0, 1), value=sequences.numel())
+
+
+def read_mask(mask: Any, is_causal: bool, num_queries: int, num_keys: int) -> Visible:
+    """What a mask says to an attention that is causal or not."""
+    # One query, the last, sees all keys that there are.
+    is_causal = is_causal and num_queries > 1
+    if mask is None:
+        return Visible(is_causal)
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor, got {type(mask).__name__}")
+    if mask.ndim == 1:
+        return Visible(is_causal, cu_seqlens=mask)
+    if mask.ndim == 2:
+        return Visible(is_causal, key_mask=mask, length=None if mask.shape[1] == num_keys else mask.shape[1])
+    if mask.ndim == 4:
+        return Visible(attn_mask=pair_mask(mask, num_queries, num_keys))
+    raise ValueError(f"attention_mask must have 2 or 4 axes, got shape {list(mask.shape)}")

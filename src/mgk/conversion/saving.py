@@ -1,0 +1,117 @@
+"""Converted models on disk: what ``save_pretrained`` writes, and who reads it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from mgk.conversion.attention import NAME
+from mgk.conversion.installation import install
+from mgk.conversion.record import FIELD, Record
+from mgk.conversion.starts import NearStart
+from mgk.nn import EMPrior, FixedVariance, LearnedPrior, LearnedVariance, ShiftedKeys
+
+PREFIX = "MGK"
+OURS = (EMPrior, FixedVariance, LearnedPrior, LearnedVariance, NearStart, ShiftedKeys)
+HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+
+
+class ConvertedModel:
+    """What a converted model does otherwise than its class in transformers, from which it inherits as well."""
+
+    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        install(self, Record.read(config))
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """transformers asks here what to make of ``attn_implementation``."""
+        if requested_attention not in (None, NAME):
+            raise ValueError(
+                f"a converted model computes its mixture with attn_implementation {NAME!r} alone, "
+                f"got {requested_attention!r}"
+            )
+        return NAME
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, OURS):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)  # type: ignore[misc]
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, Any] | None = None,
+        push_to_hub: bool = False,
+        **options: Any,
+    ) -> None:
+        """As in transformers.
+
+        ``config.json`` names a model type of its own, ``mgk-llama`` for a Llama: classes that know nothing of mixtures
+        refuse it, instead of loading what they know of it. :func:`mgk.load_converted` loads it.
+        """
+        if push_to_hub:
+            raise ValueError("save_pretrained writes to a folder, got push_to_hub=True: call model.push_to_hub(name)")
+        super().save_pretrained(save_directory, is_main_process, state_dict, **options)  # type: ignore[misc]
+        file = Path(save_directory) / "config.json"
+        # Of a model with adapters transformers saves the adapters alone.
+        if is_main_process and file.exists() and not getattr(self, "_hf_peft_config_loaded", False):
+            config = json.loads(file.read_text(encoding="utf-8"))
+            config["model_type"] = f"{NAME}-{config['model_type'].removeprefix(f'{NAME}-')}"
+            config["architectures"] = [name.removeprefix(PREFIX) for name in config["architectures"]]
+            file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+@functools.cache
+def converted_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The class of converted models whose class was ``base``: one, however often it is asked for."""
+    if issubclass(base, ConvertedModel):
+        return base
+    members = {"__module__": __name__, "__doc__": f"A {base.__name__} that was converted.", "config_class": None}
+    members["config_class"] = base.config_class
+    return type(f"{PREFIX}{base.__name__}", (ConvertedModel, base), members)
+
+
+def __getattr__(name: str) -> type[PreTrainedModel]:
+    """``MGKLlamaForCausalLM`` and its like, by which pickle finds the class of a model."""
+    base = getattr(transformers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
+    if base is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return converted_class(base)
+
+
+def load_converted(
+    path: str | os.PathLike[str], model_class: type[PreTrainedModel] | None = None, **options: Any
+) -> PreTrainedModel:
+    """Load a model that was converted with :func:`mgk.convert` and saved with ``save_pretrained``.
+
+    Args:
+        path: a folder, or a name on the Hub.
+        model_class: a class of transformers such as ``LlamaModel``; ``None`` is the class that was saved.
+        options: those of ``from_pretrained``: ``dtype``, ``device_map``, ``revision`` and the like.
+    """
+    hub = {name: options[name] for name in HUB_OPTIONS if name in options}
+    found, _ = PreTrainedConfig.get_config_dict(path, **hub)
+    if FIELD not in found:
+        raise ValueError(
+            f"path must hold a model that mgk.convert made, got a {found.get('model_type')!r} in {os.fspath(path)!r}"
+        )
+    if model_class is None:
+        model_class = getattr(transformers, found["architectures"][0])
+    found["model_type"] = found["model_type"].removeprefix(f"{NAME}-")
+    config, options = model_class.config_class.from_dict(found, return_unused_kwargs=True, **options)
+    return converted_class(model_class).from_pretrained(path, config=config, **options)

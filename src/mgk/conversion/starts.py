@@ -1,0 +1,129 @@
+"""How a converted model leaves the one that it was: the bias that fades out, and what moves equal keys apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from mgk.nn import PRESETS
+
+STARTS = ("auto", "exact", "near", "immediate")
+
+
+def choose_start(start: str, attention: str) -> str:
+    """What ``start`` means for a preset, or one sentence on why it cannot be."""
+    preset = PRESETS[attention]
+    is_dot, is_hard = preset.similarity == "dot", preset.assignment == "hard"
+    if start == "auto":
+        return "exact" if is_dot else "immediate" if is_hard else "near"
+    if start == "exact" and not is_dot:
+        raise ValueError(f"start 'exact' needs a dot product, got {attention!r}: a distance starts 'near' at best")
+    if start == "near" and is_dot:
+        raise ValueError(f"start 'near' needs a distance, got {attention!r}: a dot product starts 'exact'")
+    if start == "near" and is_hard:
+        raise ValueError(f"start 'near' needs a soft mixture, got {attention!r}: with hard ones keys have no bias")
+    return start
+
+
+class NearStart(nn.Module):
+    """What of the distance a bias takes back, from all of it to nothing in ``steps`` calls of :func:`advance_start`.
+
+    With ``bias[j,r] = remaining * |k_jr|^2 / (2 variance)`` the logits of a Gaussian are, at first,
+    ``q_i . k_jr / variance`` and a number of the query alone: for one key, or shifts of one key, the softmax of dot
+    products that the model had. The count lies in a buffer of integers, which no half precision rounds and every
+    checkpoint has.
+    """
+
+    steps_left: Tensor
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+        self.register_buffer("steps_left", torch.tensor(steps))
+        self.is_over = steps == 0
+        """As far as the host knows: once it is, no bias is computed. It need not know: the bias is then 0."""
+        self._left: int | None = None
+
+    def forward(self, key: Tensor, shift: Tensor | None, variance: float | Tensor) -> Tensor | None:
+        """The bias ``[B, Hkv, M, Nk]`` of keys ``[B, Hkv, M or 1, Nk, D]``, or ``None`` when the start is over."""
+        if self.is_over:
+            return None
+        dtype = torch.promote_types(key.dtype, torch.float32)
+        key = key.to(dtype)
+        squares = key.square().sum(dim=-1)
+        if shift is not None:
+            shift = shift.to(dtype)
+            products = torch.einsum("bhnd,hmd->bhmn", key.squeeze(2), shift)
+            squares = squares + 2.0 * products + shift.square().sum(dim=-1)[:, :, None]
+        if isinstance(variance, Tensor):
+            variance = variance.to(dtype).expand(key.shape[1], -1)[:, :, None]
+        return (self.steps_left.to(dtype) / self.steps) * squares / (2.0 * variance)
+
+    def advance(self) -> None:
+        """One step on."""
+        if self.is_over:
+            return
+        if self._left is None:
+            self._left = int(self.steps_left)
+        self._left = max(self._left - 1, 0)
+        self.steps_left.fill_(self._left)
+        self.is_over = self._left == 0
+
+    def train(self, mode: bool = True) -> NearStart:
+        """Switch between training and evaluation."""
+        # Loaders of weights end with this call.
+        self._look()
+        return super().train(mode)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._look()
+
+    def _look(self) -> None:
+        if not self.steps_left.is_meta:
+            self._left = int(self.steps_left)
+            self.is_over = self._left == 0
+
+    def reset_parameters(self) -> None:
+        self.steps_left.fill_(self.steps)
+
+    def extra_repr(self) -> str:
+        return f"steps={self.steps}"
+
+
+def advance_start(model: nn.Module) -> None:
+    """One step of the start ``"near"``: call it once after each optimiser step, on any model, converted or not."""
+    for module in model.modules():
+        if isinstance(module, NearStart):
+            module.advance()
+
+
+class AdvanceStart(TrainerCallback):
+    """:func:`advance_start` for Hugging Face's ``Trainer``: ``Trainer(..., callbacks=[AdvanceStart()])``."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After each optimiser step."""
+        advance_start(kwargs["model"])
+
+
+class Perturbation:
+    """Noise that moves equal keys apart: drawn anew at each call, summing to zero over the components.
+
+    So ``log sum_r exp(q . (k + d_r))`` moves by the square of what is added, while the gradients of the components
+    differ by its first power.
+    """
+
+    def __init__(self, size: float, seed: int) -> None:
+        self.size = size
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, weights: Tensor) -> Tensor:
+        """For ``[Hkv, M, ...]``, relative to the standard deviation of the weights."""
+        if self.size == 0.0 or weights.is_meta:
+            return torch.zeros_like(weights)
+        noise = torch.randn(weights.shape, generator=self.generator)
+        noise = (noise - noise.mean(dim=1, keepdim=True)).to(weights.device)
+        return (self.size * weights.float().std() * noise).to(weights.dtype)
