@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from training_cases import make_trainer, take_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
-from uptraining_cases import text, write_model, write_texts
 
 import mgk
 from mgk.cli import app
@@ -19,6 +18,7 @@ from mgk.training import Trainer, evaluate_run, fit, open_or_prepare
 from mgk.training.configuration import RunConfig, from_mapping, merge
 from mgk.training.distributed import build_fabric
 from mgk.training.uptraining import Uptraining, cache_bytes_per_token
+from uptraining_cases import text, write_model, write_texts
 
 
 @pytest.fixture(scope="module")
@@ -217,14 +217,14 @@ def test_bad_configurations(model, changes, said):
 
 
 def test_bad_models(model, corpus, tmp_path):
-    with pytest.raises(ValueError, match="model of a conversion must have the keys attention, .* got 'dropout'"):
+    with pytest.raises(ValueError, match=r"model of a conversion must have the keys attention, .* got 'dropout'"):
         Uptraining(make_config(model, model={"dropout": 0.1}), corpus).build_model()
-    with pytest.raises(ValueError, match="data.longest must be at most the model's 64, got 65"):
+    with pytest.raises(ValueError, match=r"data\.longest must be at most the model's 64, got 65"):
         Uptraining(make_config(model, data={"longest": 65}), corpus).build_model()
     other = write_model(tmp_path / "other", vocab_size=200)
-    with pytest.raises(ValueError, match="data.corpus must be made with the tokenizer of .*, whose model knows 200 tok"):
+    with pytest.raises(ValueError, match=r"data\.corpus must be made with the tokenizer of .*, whose model knows 200 "):
         Uptraining(make_config(other), corpus).build_model()
-    with pytest.raises(ValueError, match="a model must be a folder with a config.json, or a name on the Hub, got"):
+    with pytest.raises(ValueError, match=r"a model must be a folder with a config\.json, or a name on the Hub, got"):
         Uptraining(make_config(tmp_path / "nowhere"), corpus).build_model()
 
 

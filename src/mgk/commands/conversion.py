@@ -105,7 +105,7 @@ def uptrain(
     ] = 0.0,
     source: Annotated[
         Path | None,
-        typer.Option("--data", help="Folder with train.txt, valid.txt and test.txt, or of the raw WikiText and enwik8."),
+        typer.Option("--data", help="Folder with train.txt, valid.txt and test.txt, or of raw WikiText and enwik8."),
     ] = None,
     folder: Annotated[
         Path | None, typer.Option("--to", help="Folder of the run; default: runs/uptraining/MODEL/ROW/seed-N.")
@@ -137,7 +137,7 @@ def uptrain(
 def recipe_of(
     model: str, attention: str, heads: int | None, kv_heads: int | None, components: int | None, source: Path | None
 ) -> tuple[Recipe, str]:
-    """The recipe of a model that is converted, which is that of SmolLM2 with another model and other text, and a row."""
+    """The recipe of a model that is converted: that of SmolLM2 with another model and other text; and a row."""
     import mgk.recipes
     from mgk.conversion import find_weights
     from mgk.recipes.row import row_name

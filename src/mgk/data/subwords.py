@@ -19,12 +19,12 @@ from mgk.data.store import Corpus, Writer, checksum
 ENWIK8_ENDS = {"train": 90_000_000, "valid": 95_000_000, "test": 100_000_000}
 WIKI_OPTIONS: dict[str, Any] = {"tokenizer": None, "enwik8_bytes": ENWIK8_ENDS["train"]}
 FILE_OPTIONS: dict[str, Any] = {"tokenizer": None}
-# Characters that are tokenised at a time: a tokenizer that is given all of a corpus takes many times its size in memory.
+# Characters that are tokenised at a time: a tokenizer that is given a whole corpus takes many times its size in memory.
 PIECE = 2**20
 
 
 def wikitext103(source: Path, split: str) -> str:
-    """The text of WikiText-103's ``valid`` or ``test``, as it was published: with spaces between words and ``<unk>``."""
+    """WikiText-103's ``valid`` or ``test`` as it was published: with spaces between words, and ``<unk>``."""
     return _wikitext(source, "wikitext103", split)[1]
 
 

@@ -47,8 +47,8 @@ def _of_converted(found: Mapping[str, Any], command: str | None) -> ModelCard:
     """Of a model that was converted and trained further; its configuration is that of another library."""
     source, attention = Path(found["config"]["conversion"]["model"]).name, found["config"]["model"]["attention"]
     data = ModelCardData(
-        library_name="transformers", pipeline_tag=TASKS[found["config"]["task"]], tags=["mgk", f"attention-{attention}"],
-        model_name=f"{source} {found['row']}", eval_results=evaluations(found),
+        library_name="transformers", pipeline_tag=TASKS[found["config"]["task"]],
+        tags=["mgk", f"attention-{attention}"], model_name=f"{source} {found['row']}", eval_results=evaluations(found),
     )  # fmt: skip
     parts = [
         f"# {data.model_name}",
