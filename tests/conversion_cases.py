@@ -11,7 +11,7 @@ HEAD_DIM = WIDTH // HEADS
 
 _DECODER = {
     "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": HEADS, "max_position_embeddings": 64, "initializer_range": 0.3, "pad_token_id": 0,
+    "num_attention_heads": HEADS, "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _GROUPED = {**_DECODER, "num_key_value_heads": 2, "attention_dropout": 0.0}
@@ -19,12 +19,12 @@ _ENCODER = {**_DECODER, "hidden_dropout_prob": 0.0, "attention_probs_dropout_pro
 _VISION = {
     "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": HEADS,
     "image_size": 8, "patch_size": 4, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-    "initializer_range": 0.3, "num_labels": 3,
+    "initializer_range": 0.2, "num_labels": 3,
 }  # fmt: skip
 _SEQ2SEQ = {
     "vocab_size": VOCABULARY, "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2,
     "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
-    "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "init_std": 0.3, "pad_token_id": 0,
+    "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "init_std": 0.2, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
 }  # fmt: skip
 
@@ -39,7 +39,7 @@ MODELS = {
                                     "tie_word_embeddings": True}),
     "gpt2": ("GPT2LMHeadModel", {
         "vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 2, "n_head": HEADS, "n_positions": 64,
-        "initializer_range": 0.3, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1,
+        "initializer_range": 0.2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1,
         "eos_token_id": 2, "pad_token_id": 0,
     }),
     "gpt_neox": ("GPTNeoXForCausalLM", {**_DECODER, "hidden_dropout": 0.0, "attention_dropout": 0.0}),
@@ -74,8 +74,11 @@ def make_model(family, *, seed=0, dtype=torch.float32, **changes):
     model = model_class(config).to(DEVICE, dtype).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("bias"):  # which start at 0 and could be lost unseen
+            # What starts at 0 or 1 could be lost unseen; and normalised keys all have one length until gains differ.
+            if parameter_name.endswith("bias"):
                 parameter.normal_(std=0.3)
+            elif "norm" in parameter_name:
+                parameter.mul_(1.0 + 0.3 * torch.randn_like(parameter))
     return model
 
 

@@ -308,8 +308,8 @@ def test_docs_name_tests_that_exist():
 
 # Data flows downwards: a folder imports from itself and from those above it.
 LAYERS = (
-    "ops", "nn", "models", "conversion", "data", "evaluation", "training", "recipes", "analysis", "benchmark", "reproduction",
-    "commands", "demo", "cli",
+    "ops", "nn", "models", "conversion", "data", "evaluation", "training", "recipes", "analysis", "benchmark",
+    "reproduction", "commands", "demo", "cli",
 )  # fmt: skip
 
 

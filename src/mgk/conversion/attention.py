@@ -84,5 +84,3 @@ def register() -> None:
     """Tell transformers of the attention function and, without which masks would not arrive, of its mask function."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, compact_mask)
-
-

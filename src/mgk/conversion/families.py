@@ -9,7 +9,7 @@ from typing import Any
 AS_HEADS = "as heads"
 """It asks its key projection how many heads there are: they pass as M times as many."""
 AS_POSITIONS = "as positions"
-"""It fixes the number of heads, but not that of positions, and keeps no cache: they pass as M times as many of these."""
+"""It fixes the number of heads, not that of positions, and keeps no cache: they pass as M times as many positions."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedConfig
 
 from mgk.conversion.attention import MIXTURE, NAME
 from mgk.conversion.cache import CacheCheck
@@ -42,7 +43,10 @@ def install(model: Any, record: Record, *, pooling: str = "neighbours", noise: A
         config = model.config
         config.head_dim = found[0][1].head_dim
         config.num_attention_heads, config.num_key_value_heads = heads[0]
-    model.set_attn_implementation(NAME)
+    # Encoders and decoders of some models have copies of the configuration.
+    for module in model.modules():
+        if isinstance(getattr(module, "config", None), PreTrainedConfig):
+            module.config._attn_implementation = NAME
 
 
 def attention_modules(model: nn.Module, family: Family) -> list[tuple[nn.Module, Projections]]:

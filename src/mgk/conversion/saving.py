@@ -67,12 +67,14 @@ class ConvertedModel:
         if push_to_hub:
             raise ValueError("save_pretrained writes to a folder, got push_to_hub=True: call model.push_to_hub(name)")
         super().save_pretrained(save_directory, is_main_process, state_dict, **options)  # type: ignore[misc]
+        architectures = [type(self).__name__.removeprefix(PREFIX)]
+        self.config.architectures = architectures
         file = Path(save_directory) / "config.json"
         # Of a model with adapters transformers saves the adapters alone.
         if is_main_process and file.exists() and not getattr(self, "_hf_peft_config_loaded", False):
             config = json.loads(file.read_text(encoding="utf-8"))
             config["model_type"] = f"{NAME}-{config['model_type'].removeprefix(f'{NAME}-')}"
-            config["architectures"] = [name.removeprefix(PREFIX) for name in config["architectures"]]
+            config["architectures"] = architectures
             file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -81,8 +83,7 @@ def converted_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The class of converted models whose class was ``base``: one, however often it is asked for."""
     if issubclass(base, ConvertedModel):
         return base
-    members = {"__module__": __name__, "__doc__": f"A {base.__name__} that was converted.", "config_class": None}
-    members["config_class"] = base.config_class
+    members = {"__module__": __name__, "__doc__": f"A {base.__name__} that was converted."}
     return type(f"{PREFIX}{base.__name__}", (ConvertedModel, base), members)
 
 
