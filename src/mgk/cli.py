@@ -17,6 +17,7 @@ except ImportError as error:  # pragma: no cover
 
 from mgk.commands.analyze import analyze
 from mgk.commands.bench import app as bench_app
+from mgk.commands.conversion import register as register_conversion
 from mgk.commands.published import import_published
 from mgk.commands.report import report
 from mgk.commands.reproduce import reproduce
@@ -38,6 +39,7 @@ app.command()(report)
 app.command()(reproduce)
 app.command("import")(import_published)
 register_training(app)
+register_conversion(app)
 
 
 def main() -> None:

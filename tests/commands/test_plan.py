@@ -108,3 +108,19 @@ def test_every_cell_of_the_plan_of_fidelity_can_be_run():
     assert {cell.config.name for cell in wanted if "listops-" in cell.config.name} == variants - {
         "lra/listops-no-activation-dropout"
     }
+
+
+def test_the_plan_of_smollm2(tmp_path):
+    """The same learning rates for every row, then two seeds of every row, with and without distillation."""
+    cells = plan_cells(PLAN.with_name("smollm2.yaml"), tmp_path)
+    rows = mgk.recipes.load("smollm2").rows
+    assert len(rows) == 5
+    rates = {}
+    for cell in cells:
+        if cell.config.seed == 0 and cell.config.conversion.distillation == 0:
+            rates.setdefault(cell.config.row, set()).add(cell.config.optimizer.lr)
+    assert rates == {row: {1e-4, 3e-4, 1e-3} for row in rows}
+    for name in ("smollm2", "smollm2-distilled"):
+        seeds = {(cell.config.row, cell.config.seed) for cell in cells if cell.config.name == name}
+        assert seeds >= {(row, seed) for row in rows for seed in (0, 1)}
+    assert len({cell.config.training.steps for cell in cells}) == 1

@@ -18,7 +18,9 @@ from mgk.nn import PRESETS
 from mgk.recipes import Recipe, load, names, parse_row, row_name
 from mgk.reproduction.fidelity import variants
 from mgk.training.configuration import differences, to_mapping
+from mgk.training.resolved_model import conversion_options
 
+CONVERSIONS = ["smollm2", "smollm2-distilled"]
 LINEAR = [name for name in names() if name.endswith("-linear")]
 
 # Heads of the baseline, of whose half the paper's claim is, and what all rows of the comparison share.
@@ -45,8 +47,9 @@ def test_every_recipe_cites_sources_and_fits_its_corpus(name):
     kind = KINDS[config.data.corpus]
     assert kind.task == config.task
     check_options(kind.name, config.data.options, kind.options)
-    positions = architecture(config.model.architecture, **config.model.changes).max_position_embeddings
-    assert config.data.longest <= positions
+    if config.conversion is None:
+        positions = architecture(config.model.architecture, **config.model.changes).max_position_embeddings
+        assert config.data.longest <= positions
 
 
 def test_every_recipe_with_a_base_has_its_own_sources_and_those_of_the_base():
@@ -55,7 +58,19 @@ def test_every_recipe_with_a_base_has_its_own_sources_and_those_of_the_base():
     assert len(derived.source) > len(base.source)
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", [name for name in names() if name in CONVERSIONS])
+def test_every_row_of_a_conversion_gives_a_run(name):
+    """Its model is built where the weights are: tests/recipes/test_two_steps.py."""
+    recipe = load(name)
+    for row in recipe.rows:
+        config = recipe.config(row)
+        described = conversion_options(config)
+        assert f"{described['attention']}-{described['num_attention_heads']}" == row.partition("+")[0]
+        assert described["num_key_value_heads"] == 1
+        assert row_name(to_mapping(config)["model"], recipe.values["model"]) == row
+
+
+@pytest.mark.parametrize("name", [name for name in names() if name not in CONVERSIONS])
 def test_every_row_gives_a_run_and_a_model(name):
     recipe = load(name)
     plain = architecture(recipe.config().model.architecture, **recipe.config().model.changes)
@@ -69,7 +84,7 @@ def test_every_row_gives_a_run_and_a_model(name):
 
 
 def test_which_recipes_are_comparisons():
-    assert COMPARISONS.keys() == set(names()) - {*LINEAR, *variants(), "iwslt14-variances"}
+    assert COMPARISONS.keys() == set(names()) - {*LINEAR, *variants(), *CONVERSIONS, "iwslt14-variances"}
 
 
 @pytest.mark.parametrize("name", variants())

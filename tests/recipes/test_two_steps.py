@@ -16,6 +16,7 @@ from training_cases import ENGLISH, GERMAN, make_trainer, take_steps
 
 from mgk.recipes import load, names, parse_row
 from mgk.training import Trainer, open_or_prepare
+from uptraining_cases import write_model
 
 # The default row (None) and mixtures; together every kind of row that any recipe has.
 ROWS = {
@@ -41,6 +42,8 @@ ROWS = {
     "lra/text-no-activation-dropout": [None, "smgk-4"],
     "multi30k": [None, "smgk-2"],
     "peerread": [None, "mgk-4"],
+    "smollm2": [None, "gaussian-9", "smgk-9", "smgk-9+num_components=4", "mgk-9"],
+    "smollm2-distilled": [None, "smgk-9"],
     "tatoeba": [None, "mgk-2", "softmax-2+qk_norm"],
     "wikitext103/medium": [None, "mgk-4"],
     "wikitext103/multi-query": [
@@ -70,6 +73,8 @@ CHANGES = {
     "lra/text": [],
     "multi30k": SENTENCES,
     "peerread": [],
+    "smollm2": ["data.longest=4", "data.options.enwik8_bytes=0"],
+    "smollm2-distilled": ["data.longest=4", "data.options.enwik8_bytes=0"],
     "tatoeba": SENTENCES,
     "wikitext103/medium": [*WORDS, "model.adaptive_cutoffs=[8, 16, 32]"],
     "wikitext103/multi-query": [*WORDS, "model.adaptive_cutoffs=[8, 16, 32]"],
@@ -147,10 +152,19 @@ CHANGES |= {name: CHANGES[name.removesuffix("-linear")] for name in ROWS if name
 
 
 @pytest.fixture(scope="module")
-def corpora(tmp_path_factory):
+def monkeypatch_module():
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory, monkeypatch_module):
     """The corpus that a configuration asks for, prepared as ``mgk train`` would."""
     source, cache = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("cache")
     write_sources(source)
+    weights = tmp_path_factory.mktemp("weights")
+    write_model(weights / "SmolLM2-135M-Instruct", heads=9, kv_heads=3)
+    monkeypatch_module.setenv("MGK_WEIGHTS", str(weights))
 
     @functools.cache
     def prepared(name):

@@ -97,7 +97,7 @@ def train(
     options = [part for name, value in named.items() if value is not None for part in (name, str(value))]
     place = default_run(config) if folder is None else folder
     run(
-        config, place, source=source, resume=_parse_resume(resume), device=device, devices=devices, nodes=nodes,
+        config, place, source=source, resume=parse_resume(resume), device=device, devices=devices, nodes=nodes,
         strategy=strategy, results=results, command=train_command(recipe, [*(changes or []), *options]),
     )  # fmt: skip
 
@@ -283,7 +283,8 @@ def bar(console: Console) -> Progress:
     return lambda steps, description, total=None: track(steps, description, total=total, console=console)
 
 
-def _parse_resume(text: str) -> Any:
+def parse_resume(text: str) -> Any:
+    """``auto``, ``never`` or a step."""
     if text in ("auto", "never"):
         return text
     if not text.isdigit():

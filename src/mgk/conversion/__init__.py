@@ -10,7 +10,18 @@ from mgk.conversion.families import FAMILIES, Family
 from mgk.conversion.mixture import Mixture
 from mgk.conversion.saving import load_converted
 from mgk.conversion.starts import AdvanceStart, advance_start
+from mgk.conversion.weights import find_weights, unpack_weights
 
 register()
 
-__all__ = ["FAMILIES", "AdvanceStart", "Family", "Mixture", "advance_start", "convert", "load_converted"]
+__all__ = [
+    "FAMILIES",
+    "AdvanceStart",
+    "Family",
+    "Mixture",
+    "advance_start",
+    "convert",
+    "find_weights",
+    "load_converted",
+    "unpack_weights",
+]

@@ -33,7 +33,7 @@ class CorpusKind:
     title: str
     """One line for people."""
     task: str
-    """``classification``, ``pairs``, ``language`` or ``translation``."""
+    """``classification``, ``pairs``, ``language``, ``translation`` or ``uptraining``."""
     prepare: Callable[..., None]
     """``prepare(source, folder, progress=no_progress, **options)`` reads the raw files in the folder ``source``
     (``None`` for a corpus that is generated) and writes the corpus to ``folder``."""

@@ -106,7 +106,8 @@ def sliding(
     check_ranks(rank, ranks)
     windows = _Windows(tokens=np.asanyarray(tokens), length=length, stride=stride, batch_size=batch_size)
     table = model.config.max_position_embeddings
-    if model.config.positions == "learned" and windows.width(0) > table:
+    # Models of other libraries say themselves what they cannot do.
+    if getattr(model.config, "positions", None) == "learned" and windows.width(0) > table:
         raise ValueError(f"length must be at most max_position_embeddings={table}, got {length}")
     sums = _sums(model, windows, torch.device(device), precision, rank, ranks, progress)
     nats, count = (reduce_sums(sums) if ranks > 1 else sums).tolist()

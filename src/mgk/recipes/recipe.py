@@ -15,7 +15,7 @@ from mgk.recipes.row import parse_row, row_name
 from mgk.training.configuration import RunConfig, from_mapping, merge, override, read_yaml
 
 FOLDER = Path(__file__).resolve().parent
-SECTIONS = ("data", "model", "optimizer", "schedule", "training", "validation")
+SECTIONS = ("data", "model", "conversion", "optimizer", "schedule", "training", "validation")
 KEYS = ("title", "source", "base", "rows", "task", *SECTIONS)
 
 _NO_RECIPES = ("paper", "claims", "fidelity")

@@ -23,6 +23,7 @@ PAGES = "docs/results"
 _METRICS = {
     "classification": "test_accuracy", "pairs": "test_accuracy", "language": "test_perplexity",
     "translation": "test_bleu",
+    "uptraining": "test_disjoint_perplexity",
 }  # fmt: skip
 _COLUMNS = {
     "all heads": (("softmax", ""), ("linear", "")),

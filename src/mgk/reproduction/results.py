@@ -34,7 +34,7 @@ from mgk.reproduction.metrics import Metric
 from mgk.training import result
 
 EVALUATIONS, CURVES, ANALYSIS, BENCH = "evaluations", "curves", "analysis", "bench"
-_OTHER_FOLDERS = (EVALUATIONS, CURVES, ANALYSIS, BENCH, "accuracy")
+_OTHER_FOLDERS = (EVALUATIONS, CURVES, ANALYSIS, BENCH, "accuracy", "conversions")
 
 T = TypeVar("T")
 Key = tuple[str, str, int]

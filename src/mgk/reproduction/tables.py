@@ -27,6 +27,7 @@ OURS = {
     "peerread": "test_accuracy",
     "enwik8": "test_bits_per_token",
     "wikitext2": "test_perplexity",
+    "smollm2": "test_disjoint_perplexity",
     "multi30k": "test_bleu",
     "tatoeba": "test_bleu",
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import EvalResult
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
 from mgk.data.registry import KINDS
@@ -20,6 +20,7 @@ TASKS = {
     "pairs": "text-classification",
     "language": "text-generation",
     "translation": "translation",
+    "uptraining": "text-generation",
 }
 
 
@@ -32,11 +33,30 @@ def write(folder: Path, model: PreTrainedModel, found: Mapping[str, Any], comman
         found: the result of the run.
         command: that made it; ``None`` where no command did.
     """
+    if found["config"].get("conversion") is not None:
+        card.write(_of_converted(found, command), folder)
+        return
     data = card.metadata(model)
     data.model_name = f"{found['recipe']} {found['row']}"
     data.eval_results = evaluations(found)
     data.pipeline_tag = TASKS[found["config"]["task"]]
     card.write(card.build(model, data, sections(found, command)), folder)
+
+
+def _of_converted(found: Mapping[str, Any], command: str | None) -> ModelCard:
+    """Of a model that was converted and trained further; its configuration is that of another library."""
+    source, attention = Path(found["config"]["conversion"]["model"]).name, found["config"]["model"]["attention"]
+    data = ModelCardData(
+        library_name="transformers", pipeline_tag=TASKS[found["config"]["task"]],
+        tags=["mgk", f"attention-{attention}"], model_name=f"{source} {found['row']}", eval_results=evaluations(found),
+    )  # fmt: skip
+    parts = [
+        f"# {data.model_name}",
+        f"`{source}`, converted by the library mgk to the attention `{attention}` and trained further.",
+        '## Loading\n\n```python\nimport mgk\n\nmodel = mgk.load_converted("path/of/this/folder")\n```',
+        *(f"## {heading}\n\n{text}" for heading, text in sections(found, command)),
+    ]
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
 
 
 def evaluations(found: Mapping[str, Any]) -> list[EvalResult]:

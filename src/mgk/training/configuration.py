@@ -68,7 +68,7 @@ class ModelConfig:
     """A model by name, and what is different about it."""
 
     architecture: str
-    """One of :data:`mgk.models.ARCHITECTURES`."""
+    """One of :data:`mgk.models.ARCHITECTURES`, or ``converted``, which is that of the model in ``conversion``."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Fields of :class:`mgk.models.MGKConfig`. In YAML they stand beside ``architecture``."""
 
@@ -79,6 +79,34 @@ class ModelConfig:
     @property
     def is_linear(self) -> bool:
         return self.changes.get("attention") in LINEAR_PRESETS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionConfig:
+    """Which model becomes one of mixtures, how it starts, and what it learns from the one that it was."""
+
+    model: str
+    """A folder, a name below ``$MGK_WEIGHTS``, or a name on the Hub."""
+    start: Literal["auto", "exact", "near", "immediate"] = "auto"
+    """See :func:`mgk.convert`."""
+    fade_steps: int = 1000
+    """Updates over which the bias of the start ``near`` fades out."""
+    pooling: Literal["neighbours", "similar"] = "neighbours"
+    """Which key/value heads become one where there are fewer."""
+    perturbation: float = 0.01
+    """How far equal keys are moved apart."""
+    distillation: float = 0.0
+    """Share of the loss that is the divergence from the model before its conversion; the rest is cross-entropy."""
+    temperature: float = 1.0
+    """By which the logits of both models are divided for that divergence."""
+
+    def __post_init__(self) -> None:
+        _at_least("conversion.fade_steps", self.fade_steps, 1)
+        _positive("conversion.temperature", self.temperature)
+        if not 0.0 <= self.perturbation < UNBOUNDED:
+            raise ValueError(f"conversion.perturbation must be finite and not negative, got {self.perturbation}")
+        if not 0.0 <= self.distillation <= 1.0:
+            raise ValueError(f"conversion.distillation must lie in [0, 1], got {self.distillation}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +222,7 @@ class RunConfig:
     """The recipe."""
     row: str = ""
     """Which line of its comparison, such as ``smgk-4``."""
-    task: Literal["classification", "pairs", "language", "translation"]
+    task: Literal["classification", "pairs", "language", "translation", "uptraining"]
     data: DataConfig
     model: ModelConfig
     optimizer: OptimizerConfig
@@ -202,6 +230,8 @@ class RunConfig:
     training: TrainingConfig
     validation: ValidationConfig
     seed: int = 0
+    conversion: ConversionConfig | None = None
+    """Of uptraining alone."""
 
     def __post_init__(self) -> None:
         _at_least("seed", self.seed, 0)
@@ -228,7 +258,7 @@ class RunConfig:
             raise ValueError(
                 f"validation.metric must be {' or '.join(metrics)} for {self.task}, got {self.validation.metric!r}"
             )
-        if self.data.pad_to is not None and self.task in ("language", "translation"):
+        if self.data.pad_to is not None and self.task in ("language", "translation", "uptraining"):
             raise ValueError(f"data.pad_to must be left out for {self.task}, got {self.data.pad_to}")
         if self.data.pack and self.model.is_linear:
             raise ValueError("data.pack must be false or left out with linear attention, got true")
@@ -237,8 +267,19 @@ class RunConfig:
                 f"data.multiple_of must be left out where data.pack is true and EM counts every pair, "
                 f"got {self.data.multiple_of}"
             )
-        if self.data.pack and self.task == "language":
-            raise ValueError("data.pack must be false or left out for language, whose rows are full, got true")
+        if self.data.pack and self.task in ("language", "uptraining"):
+            raise ValueError(f"data.pack must be false or left out for {self.task}, whose rows are full, got true")
+        is_converted = self.model.architecture == "converted"
+        if (self.task == "uptraining", is_converted) != (self.conversion is not None,) * 2:
+            raise ValueError(
+                f"conversion must be given for uptraining, with model.architecture=converted, and for nothing else, "
+                f"got {self.task} with {self.model.architecture} and {'none' if self.conversion is None else 'one'}"
+            )
+        if self.conversion is not None and self.conversion.fade_steps > self.training.steps:
+            raise ValueError(
+                f"conversion.fade_steps must be at most training.steps={self.training.steps}, which end the start, "
+                f"got {self.conversion.fade_steps}"
+            )
         if not self.data.by_length and self.task == "translation":
             raise ValueError("data.by_length must be true for translation, got false")
         if self.training.label_smoothing > 0 and self.task != "translation":
@@ -279,6 +320,9 @@ def to_mapping(config: Any) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for described in dataclasses.fields(config):
         value = getattr(config, described.name)
+        if value is None and described.name == "conversion":
+            # Most runs convert nothing, and look as they did before there was such a thing.
+            continue
         if isinstance(value, ModelConfig):
             value = {"architecture": value.architecture, **value.changes}
         elif dataclasses.is_dataclass(value):

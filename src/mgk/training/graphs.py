@@ -20,6 +20,7 @@ from lightning.fabric.strategies.strategy import Strategy
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from mgk.models import MGKConfig
 from mgk.nn import EMPrior
 
 Step = Callable[[dict[str, Tensor], Tensor, Tensor], Tensor]
@@ -43,6 +44,8 @@ def unsupported(
     if any(isinstance(module, EMPrior) for module in model.modules()):
         return "priors set by EM, whose sums are gathered anew in every update"
     config = model.config
+    if not isinstance(config, MGKConfig):
+        return "a converted model, whose start the host follows"
     if config.adaptive_cutoffs is not None:
         return "an adaptive softmax, for which the host counts the words of each cluster"
     if config.attention_dropout > 0 and config.attention not in ("softmax", "gaussian") and precision is None:

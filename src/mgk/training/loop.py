@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from mgk.data.batches import iterate
 from mgk.data.store import Corpus
 from mgk.models.layer import MGKLayer
-from mgk.nn import parameter_groups, update_priors
+from mgk.nn import parameter_groups
 from mgk.training import checkpoint, graphs, skipped, snapshot
 from mgk.training.checkpoint import Checkpoint, Write
 from mgk.training.configuration import RunConfig, to_mapping
@@ -37,7 +37,6 @@ from mgk.training.distributed import seed_everything, total_norm
 from mgk.training.errors import CheckpointError, CheckpointWriteError, Interrupted, NonFiniteError
 from mgk.training.graphs import GraphedStep
 from mgk.training.loss_scale import LossScale
-from mgk.training.resolved_model import describe_model
 from mgk.training.schedule import rates
 from mgk.training.signals import GracefulStop
 from mgk.training.state import Report, State
@@ -228,7 +227,7 @@ class Trainer:
         self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=self._graphs is None)
-        update_priors(self.model, skip)
+        self.task.after_update(self.model, skip)
         self._running_loss = skipped.running_mean(loss, self._running_loss, skip)
         if self._loss_scale is not None:
             self._loss_scale.update(~norm.isfinite())
@@ -299,7 +298,7 @@ class Trainer:
 
     def _rerun(self, batch: dict[str, Tensor]) -> Any:
         with self._autocast():
-            outputs = self._wrapped(**self._on_device(batch))
+            outputs = self.task.outputs(self._wrapped, self._on_device(batch))
         self.fabric.backward(outputs.loss)
         return outputs
 
@@ -346,7 +345,7 @@ class Trainer:
         """What has to be the same for a run to go on."""
         return {
             "config": to_mapping(self.config),
-            "model": describe_model(self.model.config),
+            "model": self.task.describe_model(self.model),
             "corpus": self.task.corpus.fingerprint,
             "ranks": self.share.ranks,
             # What was left to the machine.

@@ -27,6 +27,7 @@ FORMER_ARCHITECTURES: dict[str, dict[str, Any]] = {
 # What the corpus decides, whose fingerprint is compared instead, or the kind of the model, which is that of the task: a
 # recipe is read without either.
 _OF_THE_CORPUS: dict[str, frozenset[str]] = {
+    "uptraining": frozenset({"weights_sha256"}),
     "language": frozenset({"vocab_size", "is_decoder"}),
     "translation": frozenset(
         {
@@ -56,7 +57,26 @@ def describe_model(model: MGKConfig) -> dict[str, Any]:
 
 def resolve_model(config: RunConfig) -> dict[str, Any]:
     """What a run with this configuration would build today, as far as that is known without its corpus."""
-    return _described(config, {})
+    return _described(config, {}) if config.conversion is None else conversion_options(config)
+
+
+CONVERTED = {
+    "attention": "attention", "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads",
+    "num_components": "components", "learn_variance": "learn_variance", "variance_scale": "variance_scale",
+    "shift_init_std": "shift_init_std",
+}  # fmt: skip
+"""What a row may say of a converted model, and what :func:`mgk.convert` calls it."""
+
+
+def conversion_options(config: RunConfig) -> dict[str, Any]:
+    """What a run says of the model that it converts, by the names of rows."""
+    changes = config.model.changes
+    for name in changes:
+        if name not in CONVERTED:
+            raise ValueError(f"model of a conversion must have the keys {', '.join(CONVERTED)}, got {name!r}")
+    if changes.get("attention") is None:
+        raise ValueError("model.attention must be given for a conversion, got none")
+    return {"architecture": config.model.architecture, **dict.fromkeys(CONVERTED), **changes}
 
 
 def model_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,9 +88,15 @@ def model_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
     if "model" in record:
         if not isinstance(record["model"], Mapping):
             raise ValueError(f"the model of a run must be a mapping, got {record['model']!r}")
-        return {**_defaults(), **record["model"]}
+        return dict(record["model"]) if is_converted(record) else {**_defaults(), **record["model"]}
     config = from_mapping(RunConfig, record["config"])
+    assert config.conversion is None, "records of conversions have always had a model"
     return _described(config, FORMER_ARCHITECTURES.get(config.model.architecture, {}))
+
+
+def is_converted(record: Mapping[str, Any]) -> bool:
+    """Whether the model of a record was converted."""
+    return record["model"].get("architecture") == "converted"
 
 
 def model_differences(before: Mapping[str, Any], now: Mapping[str, Any], task: str) -> dict[str, tuple[Any, Any]]:

@@ -18,7 +18,6 @@ from mgk.training.distributed import on_first_rank
 from mgk.training.errors import Interrupted
 from mgk.training.lock import RunLock
 from mgk.training.loop import CHECKPOINTS, Resume, Trainer
-from mgk.training.resolved_model import describe_model
 from mgk.training.signals import GracefulStop
 from mgk.training.tracking import Display
 
@@ -86,7 +85,7 @@ def finish(trainer: Trainer, command: str | None = None) -> dict[str, Any]:
     found = result.describe(
         trainer.config,
         metrics={"valid": best.manifest["metrics"], "test": tested},
-        model=describe_model(trainer.model.config),
+        model=trainer.task.describe_model(trainer.model),
         corpus=corpus.fingerprint,
         device=trainer.share.device,
         ranks=trainer.share.ranks,
@@ -100,6 +99,7 @@ def finish(trainer: Trainer, command: str | None = None) -> dict[str, Any]:
         seconds=state.seconds,
         baselines=baselines.compute(corpus) if trainer.fabric.is_global_zero else {},
         **result.items({"test": items}),
+        **trainer.task.facts(),
     )
     if trainer.fabric.is_global_zero:
         result.write(trainer.folder / result.RESULT, found)

@@ -40,7 +40,7 @@ def take_weights(model: PreTrainedModel) -> Write:
         with _no_progress_bar():
             model.save_pretrained(folder, state_dict=weights)
         # A manifest lists what must not change; the card is written when there is something to say.
-        (folder / CARD).unlink()
+        (folder / CARD).unlink(missing_ok=True)
 
     return write
 
@@ -75,6 +75,8 @@ def restore_weights(found: Checkpoint, model: PreTrainedModel) -> None:
         raise CheckpointError(f"{found.folder} must hold the weights of this model, got {'; '.join(wrong[:5])}")
     for name, tensor in current.items():
         write_into(tensor, weights[name])
+    # As loaders of weights do: a module that keeps on the host what a buffer says looks at it again.
+    model.train(model.training)
 
 
 def restore_all(found: Checkpoint, model: PreTrainedModel, optimizer: Optimizer, fabric: Fabric) -> None:

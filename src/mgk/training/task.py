@@ -33,8 +33,9 @@ from mgk.models import (
 )
 from mgk.models.loss import IGNORED
 from mgk.models.seq2seq import one_later
+from mgk.nn import update_priors
 from mgk.training.configuration import RunConfig
-from mgk.training.resolved_model import build_model_config
+from mgk.training.resolved_model import build_model_config, describe_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +126,34 @@ class Task(Protocol):
     def save_tokenizer(self, folder: Path) -> None:
         """Put what turns text into tokens beside a saved model, where there is such a thing."""
 
+    def outputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+        """What the model says of a batch, with its loss."""
+
+    def after_update(self, model: nn.Module, skip: Tensor) -> None:
+        """What follows a step of the optimiser; ``skip`` is a bool on the device: whether it was left out."""
+
+    def describe_model(self, model: PreTrainedModel) -> dict[str, Any]:
+        """Every field of the model that decides a number."""
+
+    def facts(self) -> dict[str, Any]:
+        """What else a result should say."""
+
+
+class CommonTask:
+    """What is the same for every model of this library."""
+
+    def outputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+        return model(**batch)
+
+    def after_update(self, model: nn.Module, skip: Tensor) -> None:
+        update_priors(model, skip)
+
+    def describe_model(self, model: PreTrainedModel) -> dict[str, Any]:
+        return describe_model(model.config)
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
 
 def build_task(config: RunConfig, corpus: Corpus) -> Task:
     """The task of a run."""
@@ -133,6 +162,10 @@ def build_task(config: RunConfig, corpus: Corpus) -> Task:
         raise ValueError(f"data.corpus must be one for {config.task}, got {corpus.name}, which is for {found}")
     if corpus.name != config.data.corpus:
         raise ValueError(f"the corpus must be {config.data.corpus}, as data.corpus says, got {corpus.name}")
+    if config.task == "uptraining":
+        from mgk.training.uptraining import Uptraining
+
+        return Uptraining(config, corpus)
     kinds: dict[str, Callable[[RunConfig, Corpus], Task]] = {
         "classification": Classification,
         "pairs": Classification,
@@ -154,7 +187,7 @@ def micro_batch(config: RunConfig, ranks: int) -> int:
     return int(together // pieces)
 
 
-class Classification:
+class Classification(CommonTask):
     """A label for a sequence, or for a pair of them."""
 
     def __init__(self, config: RunConfig, corpus: Corpus) -> None:
@@ -218,7 +251,7 @@ class Classification:
         return self.corpus.splits["documents"].sequences["text"] if self._has_pairs else split.sequences["text"]
 
 
-class Language:
+class Language(CommonTask):
     """The next token of a stream."""
 
     widths_vary = False
@@ -276,7 +309,7 @@ class Language:
         return self.corpus.splits[split].sequences["text"].tokens
 
 
-class Translation:
+class Translation(CommonTask):
     """A sentence in another language."""
 
     widths_vary = True

@@ -1,0 +1,138 @@
+"""What a conversion has kept: the model before and after it, on the same tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from mgk.conversion import convert, find_weights
+from mgk.data.kind import Progress, no_progress
+
+SENTENCES, WINDOWS, LENGTH, BATCH = 1000, 16, 512, 25
+
+
+def compare_model(
+    name: str, attention: str, texts: Sequence[str], *, windows: int = WINDOWS, length: int = LENGTH,
+    progress: Progress = no_progress, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """The metrics of a model and of what :func:`mgk.convert` makes of it.
+
+    A causal language model has its perplexity on the first windows of the texts, which are read one after the other.
+    Any other model has sentence embeddings, the normalised mean of its last hidden states, and the cosines between
+    those of before and after.
+
+    Args:
+        name: a folder, a name below ``$MGK_WEIGHTS``, or one on the Hub.
+        attention: a preset.
+        texts: for a causal model, which needs ``windows * length`` tokens and one; sentences for any other.
+        windows: of a causal model.
+        length: tokens of a window; longer sentences are cut.
+        progress: shows how far it is.
+        options: of :func:`mgk.convert`.
+    """
+    place = find_weights(name)
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    kind = model_class(place)
+    # Eager attention of transformers: what the model is by its own definition.
+    before = kind.from_pretrained(place, dtype=torch.float32, attn_implementation="eager").eval()
+    after = convert(kind.from_pretrained(place, dtype=torch.float32).eval(), attention, **options)
+    found: dict[str, Any] = {"weights_sha256": checksum_of_weights(place), "parameters": before.num_parameters()}
+    found["parameters_converted"] = after.num_parameters()
+    if kind is AutoModelForCausalLM:
+        tokens = _first_tokens(tokenizer, texts, windows * length + 1)
+        nats = [_nats_per_token(model, tokens, length, progress) for model in (before, after)]
+        found |= {
+            "tokens": windows * length,
+            "window": length,
+            "perplexity": math.exp(nats[0]),
+            "perplexity_converted": math.exp(nats[1]),
+            "relative_difference": math.expm1(nats[1] - nats[0]),
+        }
+    else:
+        vectors = [_embeddings(model, tokenizer, texts, length, progress) for model in (before, after)]
+        cosines = (vectors[0] * vectors[1]).sum(-1)
+        # Two sentences of one model, for the scale: cosines that are always high would say nothing.
+        others = (vectors[0] * vectors[0].roll(1, 0)).sum(-1)
+        found |= {
+            "sentences": len(texts),
+            "lowest_cosine": float(cosines.min()),
+            "mean_cosine": float(cosines.mean()),
+            "mean_cosine_of_different_sentences": float(others.mean()),
+        }
+    return found
+
+
+def model_class(place: str) -> Any:
+    """Which automatic class of transformers loads a model: with the head of a language model, or with none."""
+    names = AutoConfig.from_pretrained(place).architectures or []
+    is_causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+    return AutoModelForCausalLM if is_causal else AutoModel
+
+
+def checksum_of_weights(place: str) -> str | None:
+    """SHA-256 over the safetensors of a folder, in the order of their names; ``None`` of a model on the Hub."""
+    files = sorted(Path(place).glob("*.safetensors"))
+    if not files:
+        return None
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            while piece := opened.read(2**20):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+def describe_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a conversion that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _first_tokens(tokenizer: Any, texts: Sequence[str], count: int) -> Tensor:
+    tokens: list[int] = []
+    for text in texts:
+        tokens += tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(tokens) >= count:
+            return torch.tensor(tokens[:count])
+    raise ValueError(f"texts must hold at least {count} tokens, got {len(tokens)}")
+
+
+@torch.no_grad()
+def _nats_per_token(model: PreTrainedModel, tokens: Tensor, length: int, progress: Progress) -> float:
+    total = 0.0
+    starts = range(0, len(tokens) - 1, length)
+    for start in progress(starts, "perplexity", len(starts)):
+        window = tokens[start : start + length + 1].to(model.device)
+        logits = model(input_ids=window[None, :-1], use_cache=False).logits[0]
+        total += float(F.cross_entropy(logits.double(), window[1:], reduction="sum"))
+    return total / (len(tokens) - 1)
+
+
+@torch.no_grad()
+def _embeddings(
+    model: PreTrainedModel, tokenizer: Any, sentences: Sequence[str], length: int, progress: Progress
+) -> Tensor:
+    found = []
+    length = min(length, getattr(model.config, "max_position_embeddings", length))
+    for start in progress(range(0, len(sentences), BATCH), "embeddings", -(-len(sentences) // BATCH)):
+        inputs = tokenizer(
+            list(sentences[start : start + BATCH]), padding=True, truncation=True, max_length=length,
+            return_tensors="pt",
+        ).to(model.device)  # fmt: skip
+        hidden = model(**inputs).last_hidden_state.double()
+        mask = inputs["attention_mask"][..., None]
+        found.append(F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1))
+    return torch.cat(found)
+
+
+def versions() -> dict[str, str]:
+    """What the numbers may depend on."""
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
