@@ -96,7 +96,9 @@ class Block:
 
     def set_normaliser(self, normaliser: Tensor) -> None:
         """Make the products of left and right the logarithms of normalised weights."""
-        torch.neg(normaliser[self.samples, self.heads].flatten(0, 1), out=self.left[..., -1])
+        # A row that sees hidden keys alone has the normaliser of their columns.
+        column = torch.neg(normaliser[self.samples, self.heads].flatten(0, 1), out=self.left[..., -1])
+        column.clamp_(max=-HIDDEN)
 
     def _array(self, name: str, like: Tensor, *shape: int) -> Tensor:
         return like.new_empty(shape) if self.stays else workspace.array(name, like, *shape)
@@ -105,7 +107,11 @@ class Block:
         grid = self.grid
         left = self._array("left", query, *self.shape, grid.group, grid.queries, self.dim + 2)
         by_group = query[self.samples, self.query_heads].unflatten(1, (-1, grid.group))
-        _subtract(by_group, self.origin, left[..., : self.dim]).mul_(self.call.scale * LOG2E)
+        features, scale = left[..., : self.dim], self.call.scale * LOG2E
+        if self.origin is None:
+            torch.mul(by_group, scale, out=features)
+        else:
+            torch.sub(by_group, self.origin, out=features).mul_(scale)
         left[..., self.dim] = 1.0
         left[..., self.dim + 1] = 0.0
         return left.view(self.count, grid.rows, -1)
