@@ -121,6 +121,7 @@ def _attend(problem: MixtureProblem, *, shares_key: bool) -> Tensor:
     first_value, common_value = _common_value(problem)
     # A row that sees one key alone is given its value: it must not learn of the others, not even in its last bit.
     may_see_one = problem.is_causal or problem.key_mask is not None or key.shape[3] == 1
+    may_see_none = problem.key_mask is not None or (problem.is_causal and problem.causal_offset < 0)
     visible = problem.count_visible_keys().expand(len(query), 1, query.shape[2]) if may_see_one else None
     call = Call(
         scale=1.0 / float(problem.variance),
@@ -130,7 +131,7 @@ def _attend(problem: MixtureProblem, *, shares_key: bool) -> Tensor:
         origin=_origin(problem) if is_gaussian else None,
         key_mask=problem.key_mask,
         common_value=common_value,
-        is_blind=None if visible is None or problem.key_mask is None else (visible == 0)[:, None, ..., None],
+        is_blind=(visible == 0)[:, None, ..., None] if visible is not None and may_see_none else None,
     )
     single = None if visible is None else (visible == 1)[..., None]
     out: Tensor = _TiledAttention.apply(
@@ -189,7 +190,7 @@ class _TiledAttention(torch.autograd.Function):
             # The operands of a short call are not made twice.
             stays = len(blocks) == 1 and any(ctx.needs_input_grad)
             for samples, block_heads in blocks:
-                block = Block(inputs, call, grid, samples, block_heads, stays)
+                block = Block(inputs, call, grid, samples, block_heads, stays=stays)
                 forward_pass(block, out, normaliser)
             ctx.block = block if stays else None
         workspace.drop_large_arrays()
@@ -214,7 +215,9 @@ class _TiledAttention(torch.autograd.Function):
             workspace.drop_large_arrays()
             return None, None, None, *gradient
         for samples, block_heads in ctx.grid.blocks():
-            block = ctx.block if ctx.block is not None else Block(inputs, ctx.call, ctx.grid, samples, block_heads)
+            block = ctx.block
+            if block is None:
+                block = Block(inputs, ctx.call, ctx.grid, samples, block_heads, bias=bias)
             block.set_normaliser(normaliser)
             backward_pass(block, grads[0], out, gradient)
         workspace.drop_large_arrays()

@@ -53,8 +53,8 @@ def _bias(key: Tensor, call: Call) -> Tensor | None:
     if not call.is_gaussian and call.key_mask is None:
         return None
     if call.is_gaussian:
-        square = torch.mul(key, key, out=workspace.array("square", key, *key.shape))
-        bias = square.sum(-1)[:, :, None].mul_(-0.5 * call.scale)
+        norm = torch.linalg.vector_norm(key, dim=-1)[:, :, None]
+        bias = torch.mul(norm, norm, out=norm).mul_(-0.5 * call.scale)
     else:
         bias = key.new_zeros(*key.shape[:2], 1, key.shape[2])
     if call.key_mask is not None:
