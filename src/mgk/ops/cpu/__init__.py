@@ -20,7 +20,9 @@ Backward computes each tile again from the row normalisers. Four observations on
   a workspace that stays.
 
 ``grid.py`` says how a call is cut into tiles, ``block.py`` prepares the operands of some heads, ``passes.py`` walks
-through their tiles forward and backward, ``memory.py`` keeps what they work in.
+through their tiles forward and backward, ``memory.py`` keeps what they work in. One key a position is plain softmax
+with a bias per key: ``stock.py`` leaves its forward pass to PyTorch's kernel, and where rows are short
+``whole_rows.py`` goes back through them with fewer operations than tiles need.
 """
 
 from __future__ import annotations
