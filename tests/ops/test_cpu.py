@@ -11,6 +11,7 @@ import mgk
 from mgk.ops import cpu
 from mgk.ops.cpu import grid
 from mgk.ops.cpu.memory import LARGEST_KEPT, workspace
+from mgk.ops.cpu.whole_rows import MOST_KEYS
 from mgk.ops.dispatch import choose_backend
 from mgk.ops.problem import Mixture, Visibility
 from mgk.ops.validation import make_problem
@@ -153,6 +154,107 @@ def test_gradients_lie_in_memory_as_the_projections_want_them():
     assert out.transpose(1, 2).is_contiguous()
     for gradient in torch.autograd.grad(out.sum(), (query, key, value)):
         assert gradient.transpose(1, 2).is_contiguous()
+
+
+@pytest.fixture
+def ways(monkeypatch):
+    """The names of the passes that calls have taken."""
+    taken = []
+
+    def record(name):
+        function = getattr(cpu, name)
+
+        def recorded(*arguments):
+            taken.append(name)
+            return function(*arguments)
+
+        monkeypatch.setattr(cpu, name, recorded)
+
+    for name in ("stock_forward", "forward_pass", "backward_of_rows", "backward_pass"):
+        record(name)
+    return taken
+
+
+STOCK, TILES = "stock_forward", "forward_pass"
+ROWS_BACK, TILES_BACK = "backward_of_rows", "backward_pass"
+
+# Queries, keys, width of the values, causal, and the ways forward and backward. The head dimension is 5.
+WAYS = {
+    "one query and one key": (1, 1, 5, False, {STOCK, ROWS_BACK}),
+    "short": (21, 29, 5, False, {STOCK, ROWS_BACK}),
+    "most keys of a whole row": (9, MOST_KEYS, 5, False, {STOCK, ROWS_BACK}),
+    "one key more": (9, MOST_KEYS + 1, 5, False, {STOCK, TILES_BACK}),
+    "values of another width": (21, 29, 3, False, {TILES, TILES_BACK}),
+    "short, causal": (29, 29, 5, True, {STOCK, ROWS_BACK}),
+    "long, causal": (MOST_KEYS + 1, MOST_KEYS + 1, 5, True, {STOCK, TILES_BACK}),
+    "causal from a cache": (21, 29, 5, True, {TILES, TILES_BACK}),
+}
+
+
+@pytest.mark.parametrize("offset", [0.0, 30.0], ids=["around zero", "far from zero"])
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("similarity", ["gaussian", "dot"])
+@pytest.mark.parametrize("case", WAYS)
+def test_one_key_takes_the_stock_kernel_and_agrees_with_the_reference(case, similarity, masked, offset, ways):
+    queries, keys, width, is_causal, expected_ways = WAYS[case]
+    inputs, _ = make("one key", torch.float64, queries=queries, keys=keys, value_dim=width)
+    if similarity == "gaussian":
+        inputs["query"], inputs["key"] = inputs["query"] + offset, inputs["key"] + offset
+    # A constant channel, from which the values are moved away.
+    inputs["value"][..., 0] = offset
+    options = {"similarity": similarity, "is_causal": is_causal}
+    if masked:
+        options["key_mask"] = torch.rand(3, keys) > 0.4
+        options["key_mask"][1] = False
+        options["query_mask"] = torch.rand(3, queries) > 0.2
+    grad = torch.randn(3, 4, queries, width, dtype=torch.float64)
+    got = results(inputs, grad, backend="cpu", **options)
+    assert set(ways) == expected_ways
+    expected = results(inputs, grad, backend="reference", **options)
+    for name, tensor in expected.items():
+        assert (got[name] - tensor).norm() <= 1e-9 * tensor.norm() + 1e-11, name
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("length", [32, 64, MOST_KEYS + 44])
+def test_the_stock_kernel_keeps_the_digits_of_fp32(length, is_causal, ways):
+    inputs, _ = make("one key", queries=length, keys=length, dim=32, value_dim=32)
+    inputs = {name: tensor + 10.0 for name, tensor in inputs.items()}
+    grad = torch.randn(3, 4, length, 32)
+    got = results(inputs, grad, backend="cpu", is_causal=is_causal)
+    assert ways[0] == STOCK
+    exact = {name: tensor.double() for name, tensor in inputs.items()}
+    expected = results(exact, grad.double(), backend="reference", is_causal=is_causal)
+    for name, tensor in expected.items():
+        assert (got[name] - tensor).norm() <= (1e-6 if name == "out" else 1e-4) * tensor.norm(), name
+
+
+def test_the_stock_kernel_is_given_no_gaps_in_a_head(ways):
+    """It reads wrong numbers where the last axis has a stride."""
+    query, key, value = (torch.randn(2, 3, 8, 11, dtype=torch.float64).mT for _ in range(3))
+    got = mgk.mixture_attention(query, key, value, backend="cpu")
+    assert ways == [STOCK]
+    torch.testing.assert_close(got, mgk.mixture_attention(query, key, value, backend="reference"))
+
+
+def test_data_around_zero_is_not_moved_and_two_equal_values_are_not_a_constant():
+    query, key, value = (torch.randn(2, 4, 9, 8) for _ in range(3))
+    value[:, :, 1], value[:, :, -1] = value[:, :, 0], -value[:, :, 0]
+    problem = problem_of(query, key, value)
+    assert cpu._origin(problem) is None
+    assert cpu._common_value(problem) == (None, None)
+    assert cpu._origin(problem_of(query + 30.0, key + 30.0, value)) is not None
+    constant = problem_of(query, key, torch.ones_like(value))
+    assert torch.equal(cpu._common_value(constant)[1], torch.ones(2, 4, 1, 8))
+
+
+@pytest.mark.parametrize("kind", ["one key", "two shifted"])
+def test_queries_before_the_first_key_are_zero_beside_constant_values(kind):
+    inputs, _ = make(kind, queries=7, keys=4)
+    inputs["value"] = torch.full_like(inputs["value"], 3.0)
+    out = mgk.mixture_attention(**inputs, is_causal=True, backend="cpu")
+    assert (out[:, :, :3] == 0).all()
+    assert (out[:, :, 3:] == 3).all()
 
 
 UNSUPPORTED = {

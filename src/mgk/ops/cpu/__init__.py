@@ -20,7 +20,9 @@ Backward computes each tile again from the row normalisers. Four observations on
   a workspace that stays.
 
 ``grid.py`` says how a call is cut into tiles, ``block.py`` prepares the operands of some heads, ``passes.py`` walks
-through their tiles forward and backward, ``memory.py`` keeps what they work in.
+through their tiles forward and backward, ``memory.py`` keeps what they work in. One key a position is plain softmax
+with a bias per key: ``stock.py`` leaves its forward pass to PyTorch's kernel, and where rows are short
+``whole_rows.py`` goes back through them with fewer operations than tiles need.
 """
 
 from __future__ import annotations
@@ -34,8 +36,14 @@ from mgk.ops.cpu.block import LARGEST_LOG_RATIO, Block, Call, Inputs
 from mgk.ops.cpu.grid import Grid
 from mgk.ops.cpu.memory import workspace
 from mgk.ops.cpu.passes import backward_pass, forward_pass
-from mgk.ops.problem import MixtureProblem
+from mgk.ops.cpu.stock import is_served, stock_forward
+from mgk.ops.cpu.whole_rows import backward_of_rows, has_whole_rows
+from mgk.ops.problem import CHANNEL_SPREAD, MixtureProblem
 from mgk.ops.validation import may_inspect_values
+
+# |origin|^2 / variance up to which distances are measured from zero instead: logits of that size lose no digit that
+# others keep, and data that is not moved need not be copied.
+NEAR = 16.0
 
 
 def unsupported(problem: MixtureProblem) -> str | None:
@@ -112,19 +120,20 @@ def _attend(problem: MixtureProblem, *, shares_key: bool) -> Tensor:
     query, key, value, dtype = problem.query, problem.key, problem.value, problem.query.dtype
     is_gaussian = problem.similarity == "gaussian"
     shift, log_prior = problem.shift, problem.log_prior if problem.num_components > 1 else None
-    first_value, common_value = problem.common_value()
+    first_value, common_value = _common_value(problem)
     # A row that sees one key alone is given its value: it must not learn of the others, not even in its last bit.
     may_see_one = problem.is_causal or problem.key_mask is not None or key.shape[3] == 1
+    may_see_none = problem.key_mask is not None or (problem.is_causal and problem.causal_offset < 0)
     visible = problem.count_visible_keys().expand(len(query), 1, query.shape[2]) if may_see_one else None
     call = Call(
         scale=1.0 / float(problem.variance),
         is_gaussian=is_gaussian,
         is_causal=problem.is_causal,
         shares_key=shares_key,
-        origin=problem.origin() if is_gaussian else None,
+        origin=_origin(problem) if is_gaussian else None,
         key_mask=problem.key_mask,
-        common_value=common_value if bool(common_value.any()) else None,
-        is_blind=None if visible is None or problem.key_mask is None else (visible == 0)[:, None, ..., None],
+        common_value=common_value,
+        is_blind=(visible == 0)[:, None, ..., None] if visible is not None and may_see_none else None,
     )
     single = None if visible is None else (visible == 1)[..., None]
     out: Tensor = _TiledAttention.apply(
@@ -134,6 +143,36 @@ def _attend(problem: MixtureProblem, *, shares_key: bool) -> Tensor:
     return out
 
 
+def _common_value(problem: MixtureProblem) -> tuple[Tensor | None, Tensor | None]:
+    """The first value that a row can see, where it matters, and what the values have in common, if anything.
+
+    Both ``[B, Hkv, 1, Dv]``.
+    """
+    sees_all = not problem.is_causal and problem.key_mask is None
+    value = problem.value.detach()
+    if sees_all and value.shape[2] > 2:
+        # In some channels two values agree by chance. Where every row sees the last value too, it may be asked.
+        first, others = value[:, :, :1], value[:, :, 1 :: value.shape[2] - 2]
+        distance = (others - first).abs_().amax(dim=2, keepdim=True)
+        if not bool((distance <= CHANNEL_SPREAD * first.abs()).any()):
+            return None, None
+    first, common = problem.common_value()
+    return first, common if bool(common.any()) else None
+
+
+def _origin(problem: MixtureProblem) -> Tensor | None:
+    """``[B, Hkv, 1, D]``, or ``None`` where nothing needs to be moved."""
+    # No coordinate of the origin is larger than that of a first key.
+    if problem.key_mask is None and problem.key.shape[2] == 1:
+        norm = torch.linalg.vector_norm(problem.key.detach()[:, :, 0, 0], dim=-1).amax()
+        if float(norm) ** 2 <= NEAR * float(problem.variance):
+            return None
+    origin = problem.origin()
+    is_near = origin.square().sum(-1, keepdim=True) <= NEAR * float(problem.variance)
+    origin = origin.masked_fill_(is_near, 0.0)
+    return origin if bool(origin.any()) else None
+
+
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, single: Tensor | None, first_value: Tensor, *tensors: Tensor | None) -> Tensor:
@@ -141,35 +180,46 @@ class _TiledAttention(torch.autograd.Function):
         batch, query_heads, queries, _ = inputs.query.shape
         heads, keys = inputs.key.shape[1], inputs.key.shape[3]
         grid = Grid(batch, heads, query_heads // heads, queries, keys, inputs.key.shape[-1], call.is_causal)
-        # In memory the heads of a token lie beside each other, as the projection that follows wants them.
-        out = inputs.query.new_empty(batch, queries, query_heads, inputs.value.shape[-1]).transpose(1, 2)
-        normaliser = inputs.query.new_empty(batch, heads, grid.rows)
-        blocks = list(grid.blocks())
-        # The operands of a short call are not made twice.
-        stays = len(blocks) == 1 and any(ctx.needs_input_grad)
-        for samples, block_heads in blocks:
-            block = Block(inputs, call, grid, samples, block_heads, stays)
-            forward_pass(block, out, normaliser)
-        ctx.block = block if stays else None
+        ctx.block, bias, ctx.has_whole_rows = None, None, False
+        if is_served(inputs, call):
+            out, normaliser, bias = stock_forward(inputs, call, grid.group)
+            ctx.has_whole_rows = has_whole_rows(grid)
+        else:
+            # In memory the heads of a token lie beside each other, as the projection that follows wants them.
+            out = inputs.query.new_empty(batch, queries, query_heads, inputs.value.shape[-1]).transpose(1, 2)
+            normaliser = inputs.query.new_empty(batch, heads, grid.rows)
+            blocks = list(grid.blocks())
+            # The operands of a short call are not made twice.
+            stays = len(blocks) == 1 and any(ctx.needs_input_grad)
+            for samples, block_heads in blocks:
+                block = Block(inputs, call, grid, samples, block_heads, stays=stays)
+                forward_pass(block, out, normaliser)
+            ctx.block = block if stays else None
         workspace.drop_large_arrays()
         if call.is_blind is not None:
             out.masked_fill_(call.is_blind[:, 0], 0.0)
         if single is not None:
             torch.where(single, first_value.repeat_interleave(grid.group, dim=1), out, out=out)
-        ctx.save_for_backward(*tensors, out, normaliser)
+        ctx.save_for_backward(*tensors, None if ctx.has_whole_rows else out, normaliser, bias)
         ctx.call, ctx.grid = call, grid
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        *tensors, out, normaliser = ctx.saved_tensors
+        *tensors, out, normaliser, bias = ctx.saved_tensors
         inputs = Inputs(*tensors)
         gradient = Inputs(
             *(torch.empty_like(tensor) for tensor in (inputs.query, inputs.key, inputs.value)),
             *(None if tensor is None else torch.zeros_like(tensor) for tensor in (inputs.shift, inputs.log_prior)),
         )
+        if ctx.has_whole_rows:
+            backward_of_rows(inputs, ctx.call, ctx.grid, bias, normaliser, grads[0], gradient)
+            workspace.drop_large_arrays()
+            return None, None, None, *gradient
         for samples, block_heads in ctx.grid.blocks():
-            block = ctx.block if ctx.block is not None else Block(inputs, ctx.call, ctx.grid, samples, block_heads)
+            block = ctx.block
+            if block is None:
+                block = Block(inputs, ctx.call, ctx.grid, samples, block_heads, bias=bias)
             block.set_normaliser(normaliser)
             backward_pass(block, grads[0], out, gradient)
         workspace.drop_large_arrays()

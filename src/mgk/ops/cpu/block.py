@@ -70,9 +70,27 @@ class Block:
     """Of each way ``exp(of_query) [X, rows, 1]`` and ``exp(of_key) [X, 1, Nk]``"""
 
     def __init__(
-        self, inputs: Inputs, call: Call, grid: Grid, samples: slice, heads: slice, stays: bool = False
+        self,
+        inputs: Inputs,
+        call: Call,
+        grid: Grid,
+        samples: slice,
+        heads: slice,
+        *,
+        bias: Tensor | None = None,
+        stays: bool = False,
     ) -> None:
-        """A block that ``stays`` has memory of its own; others lie in the workspace until the next one is made."""
+        """Prepare the operands.
+
+        Args:
+            inputs: of the whole call.
+            call: what has no gradient.
+            grid: how the call is cut.
+            samples: those of the block.
+            heads: its key/value heads.
+            bias: ``[B, Hkv, 1, Nk]``, the columns of single keys in units of 1, where they are known.
+            stays: whether the block has memory of its own; others lie in the workspace until the next one is made.
+        """
         self.call, self.grid, self.samples, self.heads = call, grid, samples, heads
         self.query_heads = slice(heads.start * grid.group, heads.stop * grid.group)
         self.shape = (samples.stop - samples.start, heads.stop - heads.start)
@@ -91,12 +109,17 @@ class Block:
             log_prior = None
         else:
             right = self._right(inputs.key[samples, heads], shift)
-        self._set_columns(right, log_prior)
+        if bias is None:
+            self._set_columns(right, log_prior)
+        else:
+            torch.mul(bias[samples, heads], LOG2E, out=right[..., self.dim]).clamp_(min=HIDDEN)
         self.right = right.view(self.count, right.shape[2], grid.keys, -1)
 
     def set_normaliser(self, normaliser: Tensor) -> None:
         """Make the products of left and right the logarithms of normalised weights."""
-        torch.neg(normaliser[self.samples, self.heads].flatten(0, 1), out=self.left[..., -1])
+        # A row that sees hidden keys alone has the normaliser of their columns.
+        column = torch.neg(normaliser[self.samples, self.heads].flatten(0, 1), out=self.left[..., -1])
+        column.clamp_(max=-HIDDEN)
 
     def _array(self, name: str, like: Tensor, *shape: int) -> Tensor:
         return like.new_empty(shape) if self.stays else workspace.array(name, like, *shape)
@@ -105,7 +128,11 @@ class Block:
         grid = self.grid
         left = self._array("left", query, *self.shape, grid.group, grid.queries, self.dim + 2)
         by_group = query[self.samples, self.query_heads].unflatten(1, (-1, grid.group))
-        _subtract(by_group, self.origin, left[..., : self.dim]).mul_(self.call.scale * LOG2E)
+        features, scale = left[..., : self.dim], self.call.scale * LOG2E
+        if self.origin is None:
+            torch.mul(by_group, scale, out=features)
+        else:
+            torch.sub(by_group, self.origin, out=features).mul_(scale)
         left[..., self.dim] = 1.0
         left[..., self.dim + 1] = 0.0
         return left.view(self.count, grid.rows, -1)

@@ -49,7 +49,13 @@ class Grid(NamedTuple):
 
     def blocks(self) -> Iterator[tuple[slice, slice]]:
         """Samples and heads: all heads of some samples, or some heads of one sample."""
-        count = max(self.tile_heads, BLOCK_NUMBERS // (max(self.rows, self.keys) * self.dim))
+        yield from self._some_heads(max(self.tile_heads, BLOCK_NUMBERS // (max(self.rows, self.keys) * self.dim)))
+
+    def tiles_of_heads(self) -> Iterator[tuple[slice, slice]]:
+        """Samples and heads whose pairs make one tile."""
+        yield from self._some_heads(self.tile_heads)
+
+    def _some_heads(self, count: int) -> Iterator[tuple[slice, slice]]:
         for samples in spans(0, self.batch, max(1, count // self.heads)):
             for heads in spans(0, self.heads, min(count, self.heads)):
                 yield samples, heads

@@ -215,18 +215,24 @@ def _finish(block: Block, sums: _Sums, gradient: Inputs) -> None:
     samples, heads = block.samples, block.heads
     components = len(sums.key)
     column_sum = sums.key[:, :, dim]  # [R, X, Nk]
-    grad_key = workspace.array("square", block.left, components, block.count, grid.keys, dim)
-    torch.mul(sums.key[:, :, :dim].mT, 1.0 / LOG2E, out=grad_key)
     keys = block.right[..., :dim]
+    has_own_keys = gradient.key.shape[2] == components
+    if has_own_keys:
+        by_component = gradient.key[samples, heads].permute(2, 0, 1, 3, 4)  # [R, samples, heads, Nk, D]
+    else:
+        by_component = workspace.array("square", block.left, components, *shape, grid.keys, dim)
+    torch.mul(sums.key[:, :, :dim].mT.unflatten(1, shape), 1.0 / LOG2E, out=by_component)
     if block.call.is_gaussian:
-        grad_key.addcmul_(keys.transpose(0, 1), column_sum[..., None], value=-scale)
+        of_column = column_sum.unflatten(1, shape)[..., None]
+        by_component.addcmul_(keys.transpose(0, 1).unflatten(1, shape), of_column, value=-scale)
     if block.ways is not None:
         for r, (of_query, of_key) in enumerate(zip(sums.of_query, sums.of_key, strict=True)):
             way = block.ways[:, r].expand(*shape, dim).reshape(block.count, 1, dim)
             sums.query.addcmul_(of_query[..., None], way)
             grad_way = of_query[:, None] @ block.left[..., :dim] / LOG2E
             if block.call.is_gaussian:
-                grad_key[0].addcmul_(of_key[..., None], way, value=-scale)
+                of_first = by_component[0]
+                of_first.addcmul_(of_key.view(*shape, -1, 1), way.view(*shape, 1, dim), value=-scale)
                 grad_way -= scale * (of_key[:, None] @ keys[:, 0] + of_key.sum(-1)[:, None, None] * way)
             grad_way = grad_way.view(*shape, dim).sum(0)
             assert gradient.shift is not None
@@ -238,16 +244,13 @@ def _finish(block: Block, sums: _Sums, gradient: Inputs) -> None:
                 gradient.log_prior[heads, 0] -= of_prior
     elif gradient.log_prior is not None:
         gradient.log_prior[heads] += column_sum.unflatten(1, shape).sum((1, 3)).mT
-    by_component = grad_key.unflatten(1, shape)  # [R, samples, heads, Nk, D]
     if gradient.shift is not None:
         gradient.shift[heads, :components] += by_component.sum((1, 3)).transpose(0, 1)
 
     by_group = gradient.query[samples, block.query_heads].unflatten(1, (-1, grid.group))
     torch.mul(sums.query.view(*shape, grid.group, grid.queries, dim), scale, out=by_group)
     gradient.value[samples, heads] = sums.value.mT.unflatten(0, shape)
-    if gradient.key.shape[2] == components:
-        gradient.key[samples, heads] = by_component.permute(1, 2, 0, 3, 4)
-    else:
+    if not has_own_keys:
         torch.sum(by_component, dim=0, out=gradient.key[samples, heads, 0])
 
 
