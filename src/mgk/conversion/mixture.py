@@ -22,7 +22,7 @@ from mgk.nn import (
     UniformPrior,
 )
 from mgk.ops import mixture_attention, mixture_attention_varlen, mixture_weights
-from mgk.ops.packed import pairs_within_sequences
+from mgk.ops.boundaries import pairs_within_sequences
 
 
 class Mixture(nn.Module):
