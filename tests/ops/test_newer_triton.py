@@ -104,7 +104,7 @@ def everywhere(*arguments):
 @pytest.mark.slow
 def test_the_kernels_compile_for_another_architecture():
     out = everywhere("--only", "^softmax, head_dim 64, causal$", "--architecture", "120")
-    assert f"| `attention_forward` | not launched | not launched | not launched | {triton.__version__} |" in out
+    assert f"| `attention_forward` | - | - | - | {triton.__version__} |" in out
 
 
 @pytest.mark.slow
@@ -115,4 +115,4 @@ def test_another_triton_compiles_the_kernels():
     if other is None:
         pytest.skip("MGK_OTHER_PYTHON names no interpreter of an environment with another version of Triton")
     out = everywhere("--only", "^smgk, head_dim 128", "--python", other)
-    assert "| `attention_forward_wide` | not launched | 3." in out
+    assert "| `attention_forward_wide` | - | 3." in out
