@@ -95,19 +95,22 @@ def compiled_with(python: str, arguments: list[str]) -> Outcome:
 def table(results: Outcome) -> str:
     """Of each kernel and architecture the versions that compile it."""
     versions: dict[str, Any] = results["versions"]
-    kernels = list(dict.fromkeys(name for each in versions.values() for name in each))
+    names = list(dict.fromkeys(name for each in versions.values() for name in each))
     columns = [f"sm{architecture}" for architecture in ROOM]
     lines = [f"| kernel | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
-    for kernel in kernels:
+    for kernel in names:
         cells = []
         for column in columns:
             own = {version: each.get(kernel, {}).get(column) for version, each in versions.items()}
             good = [version for version, cell in own.items() if cell and cell["compiled"] == cell["of"]]
             bad = [f"not {version}" for version, cell in own.items() if cell and cell["compiled"] < cell["of"]]
-            cells.append(", ".join([*good, *bad]) or "not launched")
+            cells.append(", ".join([*good, *bad]) or "-")
         lines.append(f"| `{kernel}` | {' | '.join(cells)} |")
-    count = max(sum(cell["of"] for each in kernels.values() for cell in each.values()) for kernels in versions.values())
-    return f"{count} specialisations with each version of Triton:\n\n" + "\n".join(lines)
+    counts = [
+        f"{sum(cell['of'] for each in kernels.values() for cell in each.values())} with Triton {version}"
+        for version, kernels in versions.items()
+    ]
+    return f"Specialisations: {', '.join(counts)}.\n\n" + "\n".join(lines)
 
 
 def write(results: Outcome) -> None:

@@ -84,12 +84,10 @@ def test_the_table_of_versions_is_what_was_compiled(monkeypatch):
     command = importlib.import_module("compile_everywhere")
     results = json.loads(command.RESULTS.read_text())
     assert command.table(results) in command.PAGE.read_text(), "run benchmarks/compile_everywhere.py --write"
-    # What the library takes for granted has been compiled.
-    versions = {tuple(int(part) for part in version.split(".")[:2]) for version in results["versions"]}
-    assert set(tuning.SPECIALISED_VERSIONS) <= versions
-    for kernels in results["versions"].values():
-        wide = kernels["attention_forward_wide"]["sm90"]
-        assert wide["compiled"] == wide["of"] > 0
+    # The newest of which the library takes it for granted; the oldest is what the other tests compile with.
+    versions = {tuple(int(part) for part in name.split(".")[:2]): each for name, each in results["versions"].items()}
+    wide = versions[tuning.SPECIALISED_VERSIONS[1]]["attention_forward_wide"]["sm90"]
+    assert wide["compiled"] == wide["of"] > 0
 
 
 def everywhere(*arguments):
@@ -104,7 +102,7 @@ def everywhere(*arguments):
 @pytest.mark.slow
 def test_the_kernels_compile_for_another_architecture():
     out = everywhere("--only", "^softmax, head_dim 64, causal$", "--architecture", "120")
-    assert f"| `attention_forward` | not launched | not launched | not launched | {triton.__version__} |" in out
+    assert f"| `attention_forward` | - | - | - | {triton.__version__} |" in out
 
 
 @pytest.mark.slow
@@ -115,4 +113,4 @@ def test_another_triton_compiles_the_kernels():
     if other is None:
         pytest.skip("MGK_OTHER_PYTHON names no interpreter of an environment with another version of Triton")
     out = everywhere("--only", "^smgk, head_dim 128", "--python", other)
-    assert "| `attention_forward_wide` | not launched | 3." in out
+    assert "| `attention_forward_wide` | - | 3." in out
