@@ -58,8 +58,9 @@ class Rows(NamedTuple):
     """which half of which shift a row holds: two for each component, from 0 on"""
     m_row: tl.tensor
     """which rows are queries"""
-    last_key: tl.tensor
-    """under causality the last key that a row sees"""
+    i_query: tl.tensor
+    """which query of its head a row is"""
+    num_queries: tl.tensor
 
 
 class Cache(NamedTuple):
@@ -76,6 +77,7 @@ class Cache(NamedTuple):
     stride_key_token: tl.tensor
     stride_value_token: tl.tensor
     stride_mask_key: tl.tensor
+    num_keys: tl.tensor
     width: tl.tensor
     value_width: tl.tensor
     scale: tl.tensor
@@ -122,6 +124,8 @@ def decode_split(
     shifts = Shifts(p_shift, None, width)
     o_row = tl.arange(0, ROWS)
     o_d = tl.arange(0, D)
+    o_v = tl.arange(0, DV)
+    o_r = tl.arange(0, 8)
     num_rows = group_size * num_queries
     m_row = o_row < num_rows
     i_query = o_row % num_queries
@@ -131,7 +135,6 @@ def decode_split(
     b_query = tl.load(p_rows[:, None] + o_d[None, :], mask=m_row[:, None] & (o_d < width)[None, :], other=0.0)
 
     # What no key changes, for each component: a column for each.
-    o_r = tl.arange(0, 8)
     b_rows = tl.zeros([8, ROWS], tl.float32)
     b_constant = tl.zeros([8], tl.float32)
     for r in tl.static_range(M):
@@ -170,10 +173,10 @@ def decode_split(
         first_key, first_full, end_full, end_key = _seen_range(p_key_mask, first_key, end_key, stride_mask_key, BLOCK_J)
     p_key += i_batch.to(tl.int64) * stride_key_batch + i_kv_head.to(tl.int64) * stride_key_head
     p_value += i_batch.to(tl.int64) * stride_value_batch + i_kv_head.to(tl.int64) * stride_value_head
-    rows = Rows(b_query, b_rows, b_constant, o_shift, m_row, i_query + num_keys - num_queries)
+    rows = Rows(b_query, b_rows, b_constant, o_shift, m_row, i_query, num_queries)
     cache = Cache(
         d_key, d_value, i_batch, i_kv_head, p_key, p_value, p_key_mask, stride_key_component, stride_key_token,
-        stride_value_token, stride_mask_key, width, value_width, scale, p_inverse_variance,
+        stride_value_token, stride_mask_key, num_keys, width, value_width, scale, p_inverse_variance,
     )  # fmt: skip
     b_out = tl.zeros([DV, ROWS], tl.float32)
     b_sum = tl.zeros([ROWS], tl.float32)
@@ -196,7 +199,6 @@ def decode_split(
             )
 
     o_own = (i_kv.to(tl.int64) * num_splits + i_split) * num_rows + o_row
-    o_v = tl.arange(0, DV)
     tl.store(p_maximum + o_own, b_maximum, mask=m_row)
     tl.store(p_sum + o_own, b_sum, mask=m_row)
     tl.store(p_partial + o_own[None, :] * DV + o_v[:, None], b_out, mask=m_row[None, :])
@@ -242,7 +244,7 @@ def _attend(
         m_valid = m_valid & (tl.load(p_mask, mask=m_valid, other=0) != 0)
     m_seen = m_valid[:, None] & rows.m_row[None, :]  # [BLOCK_J, ROWS]
     if step.CAUSAL:
-        m_seen = m_seen & (o_j[:, None] <= rows.last_key[None, :])
+        m_seen = m_seen & (o_j[:, None] <= (rows.i_query + cache.num_keys - rows.num_queries)[None, :])
     b_norm = tl.zeros([BLOCK_J], tl.float32)
     b_product = tl.zeros([BLOCK_J, ROWS], tl.float32)
     b_weight = tl.zeros([BLOCK_J, ROWS], tl.float32)

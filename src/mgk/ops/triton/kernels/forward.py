@@ -129,8 +129,9 @@ def attention_forward(
     if HAS_MASK:
         p_mask += head.i_batch.to(tl.int64) * stride_mask_batch + head.i_query_head.to(tl.int64) * stride_mask_head
     sequences = Sequences(num_queries, num_keys, p_key_range, p_query_range, p_spans, rows_per_span)
-    span = visible_keys(sequences, head.i_batch, o_first, CAUSAL, BLOCK_I, BLOCK_J)
-    first_key, end_full, end_key, causal_offset = span
+    first_key, end_full, end_key, causal_offset = visible_keys(
+        sequences, head.i_batch, o_first, CAUSAL, BLOCK_I, BLOCK_J
+    )
     visibility = Visibility(num_queries, num_keys, causal_offset, p_mask, stride_mask_row, stride_mask_column)
     keys = Keys(d_key, d_value, head.i_batch, head.i_kv_head)
 
@@ -200,7 +201,7 @@ def _write_rows(
     """
     b_first = shift_product(b_query, shifts, head.i_kv_head, head.i_kv, 0, case.M, case.D)
     b_second = shift_product(b_query, shifts, head.i_kv_head, head.i_kv, 1, case.M, case.D)
-    # Scaled last: the compiler would round one of the two products and not the other, and no tie were one.
+    # Scaled last: the compiler would round one of the two products and not the other, and no tie would be one.
     b_gap = (b_second - b_first) * terms.scale
     b_first_row = b_first * terms.scale
     tl.store(terms.p_row + place(o_i), b_first_row)

@@ -28,13 +28,3 @@ def query_head(i_head, num_heads, group_size):
     i_kv_head = i_query_head // group_size
     i_kv = i_batch * (num_heads // group_size) + i_kv_head
     return Head(i_batch, i_query_head, i_kv_head, i_head, i_kv)
-
-
-@triton.jit
-def query_head_of_group(i_kv, i_member, num_heads, group_size):
-    """The query head that is number ``i_member`` of the group which shares the key/value head ``i_kv``."""
-    num_kv_heads = num_heads // group_size
-    i_batch = i_kv // num_kv_heads
-    i_kv_head = i_kv % num_kv_heads
-    i_query_head = i_kv_head * group_size + i_member
-    return Head(i_batch, i_query_head, i_kv_head, i_batch * num_heads + i_query_head, i_kv)
