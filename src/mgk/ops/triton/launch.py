@@ -7,7 +7,6 @@ own, no coarser than Triton's, and the compiled version is started directly.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,16 +21,22 @@ hooks = triton.knobs.runtime
 # How a compiled version is started is no public matter: with a Triton that we have not seen, Triton starts it.
 KNOWN_VERSIONS = ((3, 4), (3, 9))
 IS_KNOWN = KNOWN_VERSIONS[0] <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= KNOWN_VERSIONS[1]
+# By the Python function of a kernel: Triton's own hash of a kernel is of its source, which takes longer to find.
 _compiled: dict[tuple[Any, ...], Any] = {}
+_signatures: dict[Any, tuple[list[str], list[bool]]] = {}
 
 
 class Start(NamedTuple):
     """One kernel, started with these arguments."""
 
     compiled: Any
+    """the version that Triton has compiled"""
     programs: int
+    """the size of the grid"""
     arguments: tuple[Any, ...]
+    """those that are not compile-time constants"""
     constants: tuple[Any, ...]
+    """the compile-time constants, which follow them"""
 
 
 class _Recorder(threading.local):
@@ -43,7 +48,7 @@ _recorder = _Recorder()
 
 @contextmanager
 def recorded() -> Iterator[list[Start]]:
-    """What this thread starts meanwhile."""
+    """Note what this thread starts meanwhile."""
     starts: list[Start] = []
     _recorder.starts = starts
     try:
@@ -53,8 +58,8 @@ def recorded() -> Iterator[list[Start]]:
 
 
 def launch(
-    kernel: Any, programs: int, arguments: tuple[Any, ...], options: dict[str, Any], tile: Tile, *variants: dict[str,
-    Any]
+    kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], tile: Tile,
+    *variants: dict[str, Any],
 ) -> None:  # fmt: skip
     """Start ``programs`` programs of ``kernel``, once for each of ``variants`` if there are any.
 
@@ -62,16 +67,16 @@ def launch(
         kernel: a function under ``triton.jit``.
         programs: the size of the grid, which has one axis.
         arguments: those that are not compile-time constants, in order.
-        options: the compile-time constants, which come last in the kernel; it takes those it names.
+        constants: the compile-time constants, which come last in the kernel; it takes those it names.
         tile: warps, stages, registers, and whether it is launched early.
-        variants: compile-time constants that replace some of ``options``.
+        variants: compile-time constants that replace some of ``constants``.
     """
     if programs == 0:
         return
     names, is_free = _signature(kernel, len(arguments))
     kinds = () if is_interpreted() else tuple(map(_kind, arguments, is_free))
     for variant in variants or ({},):
-        every = {**options, **variant}
+        every = {**constants, **variant} if variant else constants
         _start(kernel, programs, arguments, tuple([every[name] for name in names]), kinds, tile)
 
 
@@ -94,11 +99,14 @@ def current_stream() -> tuple[int, int]:
     return device, driver.get_current_stream(device)
 
 
-@functools.cache
 def _signature(kernel: Any, count: int) -> tuple[list[str], list[bool]]:
     """Names of the compile-time constants, which follow ``count`` others, and which of those the compiler ignores."""
-    free = () if is_interpreted() else (*kernel.do_not_specialize, *kernel.do_not_specialize_on_alignment)
-    return kernel.arg_names[count:], [name in free for name in kernel.arg_names[:count]]
+    found = _signatures.get(kernel.fn)
+    if found is None:
+        free = () if is_interpreted() else (*kernel.do_not_specialize, *kernel.do_not_specialize_on_alignment)
+        is_free = [name in free for name in kernel.arg_names[:count]]
+        found = _signatures[kernel.fn] = (kernel.arg_names[count:], is_free)
+    return found
 
 
 def _start(
@@ -112,7 +120,7 @@ def _start(
         _compile_and_start(kernel, programs, arguments, constants, tile)
         return
     device, stream = current_stream()
-    key = (kernel, device, constants, tile[2:], kinds)
+    key = (kernel.fn, device, constants, tile[2:], kinds)
     compiled = _compiled.get(key)
     if compiled is None:
         compiled = _compiled[key] = _compile_and_start(kernel, programs, arguments, constants, tile)
@@ -133,12 +141,12 @@ def _compile_and_start(
 
 
 def with_layout(descriptor: TensorDescriptor) -> Any:
-    """A descriptor as Gluon compiles for it: it says how blocks lie in shared memory. (To start what is compiled, any
-    descriptor will do.)"""
+    """A descriptor as Gluon compiles for it, which says how blocks lie in shared memory. To start what is compiled, any
+    descriptor will do."""
     from triton.experimental.gluon import language
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-    # Of the type only the size counts.
+    # Only the size of the type counts.
     number = {2: language.float16, 4: language.float32}[descriptor.base.element_size()]
     block_shape = list(descriptor.block_shape)
     layout = language.NVMMASharedLayout.get_default_for(block_shape, number)

@@ -27,6 +27,8 @@ Outputs = tuple[Tensor, ...]
 
 
 class _Buffer(NamedTuple):
+    """What a call has allocated, as it is allocated again."""
+
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
@@ -36,13 +38,15 @@ class _Step(NamedTuple):
     """A start in which tensors are numbers: those of the inputs, then of the buffers."""
 
     compiled: Any
+    """the version that Triton has compiled"""
     programs: int
+    """the size of the grid"""
     arguments: list[Any]
-    """With the constants; what stands for an address is replaced."""
+    """with the constants; those that stand for an address are replaced"""
     addresses: list[tuple[int, int, int]]
-    """Position, tensor, and bytes from its beginning."""
+    """position, tensor, and bytes from its beginning"""
     descriptors: list[tuple[int, int, int, TensorDescriptor]]
-    """Position, tensor, how many of its numbers come before, and one like it."""
+    """position, tensor, how many of its numbers come before, and a descriptor like it"""
 
 
 class Recording:
@@ -50,9 +54,9 @@ class Recording:
 
     Args:
         inputs: its tensors. What else it has read or written it has allocated itself.
-        outputs: of its buffers, those that it has returned.
+        outputs: the buffers that it has returned.
         starts: the kernels it has started.
-        zeroed: of the outputs one and a range of it that was set to zero before.
+        zeroed: the number of an output, and the range of it that was set to zero before.
 
     Raises:
         NotRecordable: where a tensor cannot be found again.
@@ -64,7 +68,7 @@ class Recording:
     ) -> None:  # fmt: skip
         self._count = len(inputs)
         self._inputs = {tensor.data_ptr(): number for number, tensor in enumerate(inputs) if tensor is not None}
-        # Of flat inputs, parts may be used on their own.
+        # Parts of flat inputs may be used on their own.
         self._flat = [
             (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), number)
             for number, tensor in enumerate(inputs)
