@@ -14,7 +14,7 @@ from mgk.benchmark.shape import Shape
 from mgk.benchmark.sweep import lengths
 from mgk.benchmark.timing import Effort
 from mgk.nn.presets import LINEAR_PRESETS, SOFTMAX_PRESETS
-from mgk.ops.attention import BACKENDS
+from mgk.ops.dispatch import BACKENDS
 
 # Every kind of call there is: as calls, the EM variants are the learned ones, and softmax-smgk is softmax.
 USUAL_PRESETS = ("softmax", "gaussian", "smgk", "mgk", "smgk-hard", "mgk-hard", "softmax-mgk")

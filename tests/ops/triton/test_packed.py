@@ -149,3 +149,31 @@ def test_compiled_is_eager(kind, device):
         other = make_packed(kind=kind, dtype=ONE_DTYPE, device=device, lengths=lengths)
         case = {**inputs, "cu_seqlens_q": other["cu_seqlens_q"], "cu_seqlens_k": other["cu_seqlens_k"]}
         assert torch.equal(compiled(case), attend_packed(case, BACKEND))
+
+
+FAR = {
+    "mixture of dot products": ({"similarity": "dot"}, (64.0, 64.0), 0.0, 1e-4),
+    "distances": ({}, (64.0, -128.0), 0.0, 5e-6),
+    "values": ({"is_causal": True}, (0.0, 0.0), 1000.0, 5e-6),
+}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="asks nothing of the kernels that the other tests do not compile")
+@pytest.mark.parametrize("name", FAR)
+def test_sequences_far_from_the_origin_in_fp32(name, device):
+    """Every sequence is measured from its own origin, like a padded one; errors were 1e-3 to 0.2 without."""
+    options, offsets, value_offset, cap = FAR[name]
+    inputs = make_packed(dtype=FLOAT32, device=device, lengths=(17, 33), prior=None, **options)
+    far = torch.tensor(offsets).repeat_interleave(torch.tensor([17, 33]))
+    inputs["query"] += far[:, None, None]
+    inputs["key"] += far[:, None, None, None]
+    if value_offset:
+        inputs["value"] = 0.05 * inputs["value"] + value_offset
+    grad = torch.randn(50, 2, 8, device=device)
+    out, gradients = with_gradients(attend_packed, inputs, BACKEND, grad)
+    expected, expected_gradients = with_gradients(attend_padded, exactly(inputs), "reference", grad.double())
+    # In units of how far apart the values are; a number of this size has no more digits.
+    spread = (expected - value_offset).abs().max()
+    assert (out.double() - expected).abs().max() <= cap * spread + value_offset * 2**-23
+    for leaf, error in gradient_errors(gradients, expected_gradients).items():
+        assert error <= 2 * cap, leaf

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mgk.ops.boundaries import sequence_of_tokens
 from mgk.ops.problem import MixtureProblem
-from mgk.ops.triton.call import PADDING
+from mgk.ops.triton import call
 
 
 class _Layout(NamedTuple):
@@ -63,7 +63,7 @@ class Placed(NamedTuple):
 
 def place(problem: MixtureProblem) -> Placed:
     """Lay out the tokens of packed sequences. The placed problem is one padded row."""
-    cu_seqlens_q, cu_seqlens_k, padding = problem.cu_seqlens_q, problem.cu_seqlens_k, PADDING
+    cu_seqlens_q, cu_seqlens_k, padding = problem.cu_seqlens_q, problem.cu_seqlens_k, call.PADDING
     assert cu_seqlens_q is not None
     assert cu_seqlens_k is not None
     queries = _lay_out(cu_seqlens_q, problem.query.shape[2], padding)
