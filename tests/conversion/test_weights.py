@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 from typer.testing import CliRunner
-from uptraining_cases import text, write_encoder, write_model
 
 from mgk.cli import app
 from mgk.conversion import find_weights, unpack_weights, weights
 from mgk.evaluation.conversion import compare_model
+from uptraining_cases import text, write_encoder, write_model
 
 
 @pytest.fixture(scope="module")
