@@ -338,3 +338,16 @@ def test_a_folder_imports_only_from_those_above_it():
         own = LAYERS.index(path.relative_to(source).parts[0].removesuffix(".py"))
         wrong = {name for name in imported_layers(path) if name in LAYERS and LAYERS.index(name) > own}
         assert not wrong, f"{path.relative_to(source)} imports {wrong}"
+
+
+def test_the_architecture_page_has_the_layers_in_order():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert tuple(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == LAYERS
+
+
+def test_every_change_has_a_place():
+    """CONTRIBUTING.md answers where ten usual changes go; tests/test_docs.py looks at its links."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    changes = re.findall(r"^\| an? \*\*([\w ]+)\*\*", page, re.MULTILINE)
+    expected = "preset, feature map, similarity, backend, GPU architecture, corpus, task, optimiser, metric, figure"
+    assert changes == expected.split(", ")
