@@ -284,7 +284,7 @@ def _run_backward(
         if shift is not None or by_head:
             programs = kv_heads * ((0 if shift is None else components * d // 16) + by_head)
             launch(
-                linear_backward.linear_add_shares,
+                linear_backward.linear_add_partials,
                 programs,
                 (
                     shift_share, prior_share, log_prior, grad_shift, grad_prior, *prior_strides[:2], kv_heads, shares,
