@@ -14,7 +14,7 @@ from mgk.ops import feature_maps
 from mgk.ops.autograd import NO_SECOND_ORDER
 from mgk.ops.linear_problem import LinearProblem
 from mgk.ops.triton import replay, tuning
-from mgk.ops.triton.call import PROGRAMS, SMALL
+from mgk.ops.triton.call import SMALL
 from mgk.ops.triton.kernels import linear, linear_backward
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.layout import aligned, block_width, count_blocks, on_device
@@ -80,34 +80,36 @@ class _Plan(NamedTuple):
     tokens_per_segment: int
     options: dict[str, Any]
     element_size: int
+    device: torch.device
 
     def kernel(self, name: str) -> tuple[int, dict[str, Any], tuning.Tile]:
         """Blocks in a segment, constants and tile of one of the kernels."""
         width = max(self.options["D"], self.options["DV"])
-        tile = tuning.choose_linear_tile(name, width, self.element_size, self.options["CAUSAL"], self.options["M"] > 1)
+        is_causal, is_mixture = self.options["CAUSAL"], self.options["M"] > 1
+        tile = tuning.choose_linear_tile(name, width, self.element_size, is_causal, is_mixture, self.device)
         return self.tokens_per_segment // tile.columns, {**self.options, "BLOCK": tile.columns}, tile
 
 
-def _segments_wanted(heads: int, width: int, is_mixture: bool) -> int:
-    """So many that all of a large GPU is busy, and no more: every segment has a state in memory, which grows with the
-    square of the width. (Measured: narrow heads, and keys that are no mixture, leave room for more programs on a
-    multiprocessor.)"""
+def _segments_wanted(heads: int, width: int, is_mixture: bool, device: torch.device) -> int:
+    """So many segments that all of the GPU is busy, and no more: every segment has a state in memory, which grows with
+    the square of the width. (Narrow heads, and keys that are no mixture, were measured to leave room for more programs
+    on a multiprocessor.)"""
     if tuning.is_interpreted():
         return 2
-    programs = 2 if width > 64 else 4 if width > 32 and is_mixture else 8
-    return count_blocks(programs * PROGRAMS, heads)
+    waves = 2 if width > 64 else 4 if width > 32 and is_mixture else 8
+    return count_blocks(tuning.programs(device, waves), heads)
 
 
 def _plan(
     length: int, heads: int, query: Tensor, key: Tensor, widths: tuple[int, int], shift: Tensor | None,
     log_prior: Tensor | None, key_mask: Tensor | None, is_causal: bool, by_sum: bool, feature_map: str,
 ) -> _Plan:  # fmt: skip
-    """``length`` tokens of ``heads`` heads of all samples are shared out; ``widths`` are those of keys and values."""
+    """How ``length`` tokens of ``heads`` heads of all samples are cut; ``widths`` are those of keys and values."""
     width, value_width = map(block_width, widths)
     unit = tuning.linear_unit()
     blocks = count_blocks(length, unit)
     components = key.shape[2] if shift is None else shift.shape[1]
-    wanted = _segments_wanted(heads, max(width, value_width), components > 1)
+    wanted = _segments_wanted(heads, max(width, value_width), components > 1, query.device)
     per_segment = max(1, count_blocks(blocks, max(1, min(wanted, blocks))))
     options = {
         "M": components,
@@ -124,7 +126,7 @@ def _plan(
         "EVEN": (width, value_width) == widths,
         "ONE_GROUP": query.shape[1] == key.shape[1],
     }
-    return _Plan(count_blocks(blocks, per_segment), per_segment * unit, options, query.element_size())
+    return _Plan(count_blocks(blocks, per_segment), per_segment * unit, options, query.element_size(), query.device)
 
 
 def _prior_strides(log_prior: Tensor | None) -> tuple[int, int, int]:
@@ -259,18 +261,18 @@ def _run_backward(
 
         grad_key, grad_value = key.new_empty(shapes[1]), value.new_empty(shapes[2])
         blocks, options, tile = by_key.kernel("key_value")
-        shares = batch * by_key.segments * (1 if components <= 2 else blocks)
-        shift_share = None if shift is None else _new(query, kv_heads, components, shares, d)
-        prior_share = None
+        partials = batch * by_key.segments * (1 if components <= 2 else blocks)
+        shift_partials = None if shift is None else _new(query, kv_heads, components, partials, d)
+        prior_partials = None
         by_position = log_prior is not None and log_prior.shape[2] > 1
         if log_prior is not None:
-            prior_share = _new(query, kv_heads, components, *((batch, keys) if by_position else (shares,)))
+            prior_partials = _new(query, kv_heads, components, *((batch, keys) if by_position else (partials,)))
         launch(
             linear_backward.linear_backward_key_value,
             batch * kv_heads * by_key.segments,
             (
                 query, key, value, grad, grad_key, grad_value, delta, shift, log_prior, key_mask, later, inverse,
-                shift_share, prior_share, *query_strides, *key_strides, *grad_strides, *prior_strides, heads,
+                shift_partials, prior_partials, *query_strides, *key_strides, *grad_strides, *prior_strides, heads,
                 group_size, queries, keys, by_key.segments, blocks, batch, width, value_width,
             ),
             options,
@@ -278,8 +280,8 @@ def _run_backward(
         )  # fmt: skip
         grad_shift = _new(query, 0) if shift is None else _new(query, *shift.shape)
         grad_prior = _new(query, 0) if log_prior is None else _new(query, *log_prior.shape)
-        if by_position and prior_share is not None:
-            grad_prior = prior_share.sum(dim=2)
+        if by_position and prior_partials is not None:
+            grad_prior = prior_partials.sum(dim=2)
         by_head = log_prior is not None and not by_position
         if shift is not None or by_head:
             programs = kv_heads * ((0 if shift is None else components * d // 16) + by_head)
@@ -287,8 +289,8 @@ def _run_backward(
                 linear_backward.linear_add_partials,
                 programs,
                 (
-                    shift_share, prior_share, log_prior, grad_shift, grad_prior, *prior_strides[:2], kv_heads, shares,
-                    width,
+                    shift_partials, prior_partials, log_prior, grad_shift, grad_prior, *prior_strides[:2], kv_heads,
+                    partials, width,
                 ),
                 {**by_key.options, "TOGETHER": 32 if tuning.is_interpreted() else 256},
                 SMALL,
