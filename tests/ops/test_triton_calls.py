@@ -191,7 +191,7 @@ def test_linear_attention(options, started):
     gradients = torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))
     assert started == [
         "linear_backward_query", "linear_reverse_states", "linear_add_states", "linear_backward_key_value",
-        "linear_add_shares",
+        "linear_add_partials",
     ]  # fmt: skip
     assert [gradient.shape for gradient in gradients] == [leaf.shape for leaf in leaves.values()]
 

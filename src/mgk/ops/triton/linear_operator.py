@@ -14,7 +14,7 @@ from mgk.ops import feature_maps
 from mgk.ops.autograd import NO_SECOND_ORDER
 from mgk.ops.linear_problem import LinearProblem
 from mgk.ops.triton import replay, tuning
-from mgk.ops.triton.call import PROGRAMS, SMALL
+from mgk.ops.triton.call import SMALL
 from mgk.ops.triton.kernels import linear, linear_backward
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.layout import aligned, block_width, count_blocks, on_device
@@ -82,34 +82,72 @@ class _Plan(NamedTuple):
     tokens_per_segment: int
     options: dict[str, Any]
     element_size: int
+    device: torch.device
 
     def kernel(self, name: str) -> tuple[int, dict[str, Any], tuning.Tile]:
         """Blocks in a segment, constants and tile of one of the kernels."""
         width = max(self.options["D"], self.options["DV"])
-        tile = tuning.choose_linear_tile(name, width, self.element_size, self.options["CAUSAL"], self.options["M"] > 1)
+        is_causal, is_mixture = self.options["CAUSAL"], self.options["M"] > 1
+        tile = tuning.choose_linear_tile(name, width, self.element_size, is_causal, is_mixture, self.device)
         return self.tokens_per_segment // tile.columns, {**self.options, "BLOCK": tile.columns}, tile
 
 
-def _segments_wanted(heads: int, width: int, is_mixture: bool) -> int:
-    """So many that all of a large GPU is busy, and no more: every segment has a state in memory, which grows with the
-    square of the width. (Measured: narrow heads, and keys that are no mixture, leave room for more programs on a
-    multiprocessor.)"""
+class LinearInputs(NamedTuple):
+    """The arguments of :func:`fused_linear_attention`, in its order."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    shift: Tensor | None
+    log_prior: Tensor | None
+    key_mask: Tensor | None
+    length: Tensor | None
+    is_causal: bool
+    feature_map: str
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.query, self.key, self.value, self.shift, self.log_prior, self.key_mask, self.length
+
+    @property
+    def options(self) -> tuple[bool, str]:
+        return self.is_causal, self.feature_map
+
+    def as_read(self) -> LinearInputs:
+        """The same with tensors as the kernels read them; a copy only where needed."""
+        return self._replace(
+            query=aligned(self.query), key=aligned(self.key), value=aligned(self.value),
+            shift=None if self.shift is None else self.shift.contiguous(),
+            key_mask=None if self.key_mask is None else self.key_mask.contiguous(),
+        )  # fmt: skip
+
+    def plan(self, length: int, heads: int, widths: tuple[int, int]) -> _Plan:
+        return _plan(
+            length, heads, self.query, self.key, widths, self.shift, self.log_prior, self.key_mask, self.is_causal,
+            self.length is None, self.feature_map,
+        )  # fmt: skip
+
+
+def _segments_wanted(heads: int, width: int, is_mixture: bool, device: torch.device) -> int:
+    """So many segments that all of the GPU is busy, and no more: every segment has a state in memory, which grows with
+    the square of the width. (Narrow heads, and keys that are no mixture, were measured to leave room for more programs
+    on a multiprocessor.)"""
     if tuning.is_interpreted():
         return 2
-    programs = 2 if width > 64 else 4 if width > 32 and is_mixture else 8
-    return count_blocks(programs * PROGRAMS, heads)
+    waves = 2 if width > 64 else 4 if width > 32 and is_mixture else 8
+    return count_blocks(tuning.programs(device, waves), heads)
 
 
 def _plan(
     length: int, heads: int, query: Tensor, key: Tensor, widths: tuple[int, int], shift: Tensor | None,
     log_prior: Tensor | None, key_mask: Tensor | None, is_causal: bool, by_sum: bool, feature_map: str,
 ) -> _Plan:  # fmt: skip
-    """``length`` tokens of ``heads`` heads of all samples are shared out; ``widths`` are those of keys and values."""
+    """How ``length`` tokens of ``heads`` heads of all samples are cut; ``widths`` are those of keys and values."""
     width, value_width = map(block_width, widths)
     unit = tuning.linear_unit()
     blocks = count_blocks(length, unit)
     components = key.shape[2] if shift is None else shift.shape[1]
-    wanted = _segments_wanted(heads, max(width, value_width), components > 1)
+    wanted = _segments_wanted(heads, max(width, value_width), components > 1, query.device)
     per_segment = max(1, count_blocks(blocks, max(1, min(wanted, blocks))))
     options = {
         "M": components,
@@ -126,7 +164,7 @@ def _plan(
         "EVEN": (width, value_width) == widths,
         "ONE_GROUP": query.shape[1] == key.shape[1],
     }
-    return _Plan(count_blocks(blocks, per_segment), per_segment * unit, options, query.element_size())
+    return _Plan(count_blocks(blocks, per_segment), per_segment * unit, options, query.element_size(), query.device)
 
 
 def _prior_strides(log_prior: Tensor | None) -> tuple[int, int, int]:
@@ -207,122 +245,167 @@ def _run_forward(
     return out, inverse, sums
 
 
+class _Saved(NamedTuple):
+    """What backward is given beside the inputs."""
+
+    grad: Tensor
+    inverse: Tensor
+    sums: Tensor
+
+
 def _run_backward(
     grad: Tensor, inverse: Tensor, sums: Tensor, query: Tensor, key: Tensor, value: Tensor,
     shift: Tensor | None, log_prior: Tensor | None, key_mask: Tensor | None, length: Tensor | None, is_causal: bool,
     feature_map: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    batch, heads, queries, width = query.shape
-    kv_heads, keys, value_width = key.shape[1], key.shape[3], value.shape[-1]
-    widths = (width, value_width)
-    group_size = heads // kv_heads
-    shapes = query.shape, key.shape, value.shape
     with on_device(query):
-        query, key, value, grad = (aligned(tensor) for tensor in (query, key, value, grad))
-        shift = None if shift is None else shift.contiguous()
-        key_mask = None if key_mask is None else key_mask.contiguous()
-        common = (query, key, widths, shift, log_prior, key_mask, is_causal, length is None, feature_map)
-        by_key = _plan(keys, batch * kv_heads, *common)
-        by_query = by_key if is_causal else _plan(queries, batch * heads, *common)
-        reverse = by_key if is_causal else _plan(queries, batch * kv_heads, *common)
-        d, components = by_key.options["D"], by_key.options["M"]
-        query_strides, grad_strides = query.stride()[:3], grad.stride()[:3]
-        key_strides = (*key.stride()[:4], *value.stride()[:3])
-        prior_strides = _prior_strides(log_prior)
-
-        grad_query = query.new_empty(shapes[0])
-        delta = _new(query, batch, heads, queries) if length is None else None
-        blocks, options, tile = by_query.kernel("query")
-        launch(
-            linear_backward.linear_backward_query,
-            batch * heads * by_query.segments,
-            (
-                query, key, value, grad, grad_query, delta, shift, log_prior, key_mask, sums, inverse,
-                *query_strides, *key_strides, *grad_strides, *prior_strides, heads, group_size,
-                queries, keys, by_query.segments, blocks, width, value_width,
-            ),
-            options,
-            tile,
-        )  # fmt: skip
-
-        states = _new(query, batch * kv_heads, reverse.segments, _state_size(reverse.options))
-        blocks, options, tile = reverse.kernel("reverse states")
-        launch(
-            linear_backward.linear_reverse_states,
-            batch * kv_heads * reverse.segments,
-            (
-                query, grad, delta, inverse, states, *query_strides, *grad_strides, heads, group_size, queries,
-                reverse.segments, blocks, width, value_width,
-            ),
-            options,
-            tile,
-        )  # fmt: skip
-        later = _add_states(states, None, is_causal, reverse=True)
-
-        grad_key, grad_value = key.new_empty(shapes[1]), value.new_empty(shapes[2])
-        blocks, options, tile = by_key.kernel("key_value")
-        shares = batch * by_key.segments * (1 if components <= 2 else blocks)
-        shift_share = None if shift is None else _new(query, kv_heads, components, shares, d)
-        prior_share = None
-        by_position = log_prior is not None and log_prior.shape[2] > 1
-        if log_prior is not None:
-            prior_share = _new(query, kv_heads, components, *((batch, keys) if by_position else (shares,)))
-        launch(
-            linear_backward.linear_backward_key_value,
-            batch * kv_heads * by_key.segments,
-            (
-                query, key, value, grad, grad_key, grad_value, delta, shift, log_prior, key_mask, later, inverse,
-                shift_share, prior_share, *query_strides, *key_strides, *grad_strides, *prior_strides, heads,
-                group_size, queries, keys, by_key.segments, blocks, batch, width, value_width,
-            ),
-            options,
-            tile,
-        )  # fmt: skip
-        grad_shift = _new(query, 0) if shift is None else _new(query, *shift.shape)
-        grad_prior = _new(query, 0) if log_prior is None else _new(query, *log_prior.shape)
-        if by_position and prior_share is not None:
-            grad_prior = prior_share.sum(dim=2)
-        by_head = log_prior is not None and not by_position
-        if shift is not None or by_head:
-            programs = kv_heads * ((0 if shift is None else components * d // 16) + by_head)
-            launch(
-                linear_backward.linear_add_shares,
-                programs,
-                (
-                    shift_share, prior_share, log_prior, grad_shift, grad_prior, *prior_strides[:2], kv_heads, shares,
-                    width,
-                ),
-                {**by_key.options, "TOGETHER": 32 if tuning.is_interpreted() else 256},
-                SMALL,
-            )  # fmt: skip
+        call = _Backward(
+            _Saved(aligned(grad), inverse, sums),
+            LinearInputs(query, key, value, shift, log_prior, key_mask, length, is_causal, feature_map),
+        )
+        grad_query, delta = call.query_gradients()
+        later = call.later_states(delta)
+        grad_key, grad_value, shift_partials, prior_partials = call.key_value_gradients(delta, later)
+        grad_shift, grad_prior = call.collect(shift_partials, prior_partials)
     return grad_query, grad_key, grad_value, grad_shift, grad_prior
 
 
-def run_forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+class _Backward:
+    """A backward pass: how it is cut, and a method for each kernel that it launches."""
+
+    def __init__(self, saved: _Saved, inputs: LinearInputs) -> None:
+        self.saved, self.inputs = saved, inputs
+        self.ready = ready = inputs.as_read()
+        self.batch, self.heads, self.queries, self.width = inputs.query.shape
+        self.kv_heads, self.keys, self.value_width = inputs.key.shape[1], inputs.key.shape[3], inputs.value.shape[-1]
+        self.group_size = self.heads // self.kv_heads
+        self.by_key = ready.plan(self.keys, self.batch * self.kv_heads, self.widths)
+        self.by_query = self.reverse = self.by_key
+        if not inputs.is_causal:
+            self.by_query = ready.plan(self.queries, self.batch * self.heads, self.widths)
+            self.reverse = ready.plan(self.queries, self.batch * self.kv_heads, self.widths)
+        self.query_strides, self.grad_strides = ready.query.stride()[:3], saved.grad.stride()[:3]
+        self.key_strides = (*ready.key.stride()[:4], *ready.value.stride()[:3])
+        self.prior_strides = _prior_strides(inputs.log_prior)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return self.width, self.value_width
+
+    def query_gradients(self) -> tuple[Tensor, Tensor | None]:
+        """``dq``, and ``delta`` where the sum divides."""
+        ready, inputs = self.ready, self.inputs
+        grad_query = ready.query.new_empty(inputs.query.shape)
+        delta = _new(ready.query, self.batch, self.heads, self.queries) if inputs.length is None else None
+        blocks, options, tile = self.by_query.kernel("query")
+        launch(
+            linear_backward.linear_backward_query,
+            self.batch * self.heads * self.by_query.segments,
+            (
+                ready.query, ready.key, ready.value, self.saved.grad, grad_query, delta, ready.shift, ready.log_prior,
+                ready.key_mask, self.saved.sums, self.saved.inverse, *self.query_strides, *self.key_strides,
+                *self.grad_strides, *self.prior_strides, self.heads, self.group_size, self.queries, self.keys,
+                self.by_query.segments, blocks, *self.widths,
+            ),
+            options,
+            tile,
+        )  # fmt: skip
+        return grad_query, delta
+
+    def later_states(self, delta: Tensor | None) -> Tensor:
+        """What queries after each segment leave for its keys, or all queries without causality."""
+        plan = self.reverse
+        states = _new(self.ready.query, self.batch * self.kv_heads, plan.segments, _state_size(plan.options))
+        blocks, options, tile = plan.kernel("reverse states")
+        launch(
+            linear_backward.linear_reverse_states,
+            self.batch * self.kv_heads * plan.segments,
+            (
+                self.ready.query, self.saved.grad, delta, self.saved.inverse, states, *self.query_strides,
+                *self.grad_strides, self.heads, self.group_size, self.queries, plan.segments, blocks, *self.widths,
+            ),
+            options,
+            tile,
+        )  # fmt: skip
+        return _add_states(states, None, self.inputs.is_causal, reverse=True)
+
+    def key_value_gradients(
+        self, delta: Tensor | None, later: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """``dk``, ``dv``, and partial sums of the gradients of shift and prior."""
+        ready, inputs, plan = self.ready, self.inputs, self.by_key
+        grad_key, grad_value = ready.key.new_empty(inputs.key.shape), ready.value.new_empty(inputs.value.shape)
+        blocks, options, tile = plan.kernel("key_value")
+        components = options["M"]
+        partials = self.batch * plan.segments * (1 if components <= 2 else blocks)
+        shift_partials = prior_partials = None
+        if inputs.shift is not None:
+            shift_partials = _new(ready.query, self.kv_heads, components, partials, options["D"])
+        if inputs.log_prior is not None:
+            own = (self.batch, self.keys) if options["PRIOR_BY_KEY"] else (partials,)
+            prior_partials = _new(ready.query, self.kv_heads, components, *own)
+        launch(
+            linear_backward.linear_backward_key_value,
+            self.batch * self.kv_heads * plan.segments,
+            (
+                ready.query, ready.key, ready.value, self.saved.grad, grad_key, grad_value, delta, ready.shift,
+                ready.log_prior, ready.key_mask, later, self.saved.inverse, shift_partials, prior_partials,
+                *self.query_strides, *self.key_strides, *self.grad_strides, *self.prior_strides, self.heads,
+                self.group_size, self.queries, self.keys, plan.segments, blocks, self.batch, *self.widths,
+            ),
+            options,
+            tile,
+        )  # fmt: skip
+        return grad_key, grad_value, shift_partials, prior_partials
+
+    def collect(self, shift_partials: Tensor | None, prior_partials: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The gradients of shift and prior, empty where there is none."""
+        query, shift, log_prior, options = self.ready.query, self.ready.shift, self.ready.log_prior, self.by_key.options
+        grad_shift = _new(query, 0) if shift is None else _new(query, *shift.shape)
+        grad_prior = _new(query, 0) if log_prior is None else _new(query, *log_prior.shape)
+        if prior_partials is not None and options["PRIOR_BY_KEY"]:
+            grad_prior = prior_partials.sum(dim=2)
+        by_head = log_prior is not None and not options["PRIOR_BY_KEY"]
+        counted = shift_partials if shift_partials is not None else prior_partials if by_head else None
+        if counted is not None:
+            launch(
+                linear_backward.linear_add_partials,
+                self.kv_heads * ((0 if shift is None else options["M"] * options["D"] // 16) + by_head),
+                (
+                    shift_partials, prior_partials, log_prior, grad_shift, grad_prior, *self.prior_strides[:2],
+                    self.kv_heads, counted.shape[2], self.width,
+                ),
+                {**options, "TOGETHER": 32 if tuning.is_interpreted() else 256},
+                SMALL,
+            )  # fmt: skip
+        return grad_shift, grad_prior
+
+
+def run_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`_run_forward`, again if it has been run for such inputs before."""
-    tensors, options = inputs[:7], inputs[7:]
-    query, key, value = tensors[:3]
-    if not replay.is_possible(query.device):
+    inputs = LinearInputs(*arguments)
+    if not replay.is_possible(inputs.query.device):
         return _run_forward(*inputs)
     return replay.once(  # type: ignore[return-value]
-        lambda: _run_forward(*inputs), ("linear", *options), tensors,
-        is_recordable=lambda: _is_plain(tensors, query, key, value),
+        lambda: _run_forward(*inputs), ("linear", *inputs.options), inputs.tensors,
+        is_recordable=lambda: _is_plain(inputs.tensors, inputs.query, inputs.key, inputs.value),
     )  # fmt: skip
 
 
-def run_backward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def run_backward(grad: Tensor, inverse: Tensor, sums: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """:func:`_run_backward`, likewise."""
-    tensors, options = inputs[:10], inputs[10:]
-    grad, _, _, query, key, value, _, log_prior = tensors[:8]
-    if not replay.is_possible(query.device):
-        return _run_backward(*inputs)
+    inputs = LinearInputs(*arguments)
+    if not replay.is_possible(inputs.query.device):
+        return _run_backward(grad, inverse, sums, *inputs)
+    tensors = (grad, inverse, sums, *inputs.tensors)
 
-    def is_plain() -> bool:
-        by_head = log_prior is None or log_prior.shape[2] == 1
-        return by_head and _is_plain(tensors, grad, query, key, value)
+    def is_recordable() -> bool:
+        by_head = inputs.log_prior is None or inputs.log_prior.shape[2] == 1
+        return by_head and _is_plain(tensors, grad, inputs.query, inputs.key, inputs.value)
 
-    return replay.once(  # type: ignore[return-value]
-        lambda: _run_backward(*inputs), ("linear backward", *options), tensors, is_recordable=is_plain,
+    return replay.once(
+        lambda: _run_backward(grad, inverse, sums, *inputs), ("linear backward", *inputs.options), tensors,
+        is_recordable=is_recordable,
     )  # fmt: skip
 
 
@@ -398,23 +481,26 @@ def _(
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*output[1:], *inputs[:7])
-    ctx.options = inputs[7:]
+    _, inverse, sums = output
+    named = LinearInputs(*inputs)
+    ctx.save_for_backward(inverse, sums, *named.tensors)
+    ctx.options = named.options
 
 
 def _backward(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # once: activation checkpointing frees them as they are read
-    query, value, shift, log_prior = saved[2], saved[4], saved[5], saved[6]
-    grad = query.new_zeros(*query.shape[:3], value.shape[3]) if grad is None else grad
+    # The saved tensors are asked for once: activation checkpointing frees them as they are read.
+    inverse, sums, *tensors = ctx.saved_tensors
+    inputs = LinearInputs(*tensors, *ctx.options)
+    if grad is None:
+        grad = inputs.query.new_zeros(*inputs.query.shape[:3], inputs.value.shape[3])
     # With a graph of gradients the operation is asked, which refuses to be differentiated again.
-    run = run_backward if is_unwatched(grad) and not torch.is_grad_enabled() else fused_linear_attention_backward
-    gradients = run(grad, *saved, *ctx.options)
-    return (
-        *gradients[:3],
-        None if shift is None else gradients[3],
-        None if log_prior is None else gradients[4],
-        *(None,) * 4,
-    )
+    run: Any = run_backward if is_unwatched(grad) and not torch.is_grad_enabled() else fused_linear_attention_backward
+    grad_query, grad_key, grad_value, grad_shift, grad_prior = run(grad, inverse, sums, *inputs)
+    return LinearInputs(  # type: ignore[return-value]
+        query=grad_query, key=grad_key, value=grad_value, shift=None if inputs.shift is None else grad_shift,
+        log_prior=None if inputs.log_prior is None else grad_prior, key_mask=None, length=None, is_causal=None,
+        feature_map=None,
+    )  # type: ignore[arg-type] # fmt: skip
 
 
 def _refuse_second_order(ctx: Any, *grads: Tensor) -> None:
@@ -438,9 +524,10 @@ class _LinearAttention(torch.autograd.Function):
     backward = staticmethod(_backward)
 
 
-def attend(*inputs: Any) -> Tensor:
+def attend(*arguments: Any) -> Tensor:
     """The output alone, the way that takes the host least time. Arguments as of the operation."""
-    tensors = inputs[:7]
+    inputs = LinearInputs(*arguments)
+    tensors = inputs.tensors
     run: Any = fused_linear_attention
     if is_unwatched(*tensors):
         needs_graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

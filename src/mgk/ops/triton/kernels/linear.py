@@ -7,23 +7,63 @@ With ``f_j = sum_r prior_r phi(k_jr)``, which is formed in registers and never w
     out     o_i = u_i S / t_i
 
 A sequence is cut into segments: one kernel leaves the state of each, a small one adds them up, and another walks
-through the segments at the same time. Under causality it goes on chunk by chunk: within a chunk every pair is formed,
-from chunk to chunk the state goes on in registers.
+through all segments at the same time. Under causality it goes chunk by chunk: within a chunk every pair is formed, and
+from chunk to chunk the state is carried in registers.
 
-A state is one row of numbers, ``D * Dv`` for ``S`` or ``R`` and ``D`` for ``z`` or ``y``, all in fp32. Of bf16 tokens
-the matrix units are given bf16; values and ``dO`` so enter as they are, and what ``t`` divides is divided afterwards.
-Of fp16 tokens they are given tf32: the sum of a long sequence would not fit. ``EVEN``: heads are as wide as blocks,
-so that rows are read and written by the 16 bytes.
+A state is one row of numbers, ``D * Dv`` for ``S`` (or ``R``, see :mod:`mgk.ops.triton.kernels.linear_backward`) and
+``D`` for ``z`` (or ``y``), all in fp32. The matrix units are given bf16 for bf16 tokens; values and ``dO`` so enter as
+they are, and what ``t`` divides is divided afterwards. For fp16 tokens they are given tf32, because the sum of a long
+sequence would not fit. ``EVEN``: heads are as wide as blocks, so that rows are read and written by the 16 bytes.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.kernels.tiles import VARYING_WITH_WIDTH, as_product, fast_exp, load_rows, where_at_least
+from mgk.ops.triton.kernels.heads import Head, query_head
+from mgk.ops.triton.kernels.tiles import (
+    VARYING_WITH_WIDTH,
+    Tokens,
+    as_product,
+    fast_exp,
+    load_rows,
+    load_tokens,
+    where_at_least,
+)
 
 LINEAR_VARYING = [*VARYING_WITH_WIDTH, "num_segments", "blocks_per_segment", "stride_key_component", "num_samples"]
+
+
+class Case(NamedTuple):
+    """What the compiler knows of a call. A kernel makes it of its constants and hands it to its helpers."""
+
+    MAP: tl.constexpr  # "elu" or "relu"
+    INPUT_PRECISION: tl.constexpr  # of products in fp32
+    BLOCK: tl.constexpr  # tokens of a chunk
+    D: tl.constexpr  # the width of queries and keys, rounded up to a power of two
+    DV: tl.constexpr  # the same for values
+    M: tl.constexpr = 1  # components
+    HAS_SHIFT: tl.constexpr = False
+    HAS_PRIOR: tl.constexpr = False
+    PRIOR_BY_KEY: tl.constexpr = False
+    HAS_KEY_MASK: tl.constexpr = False
+    BY_SUM: tl.constexpr = False
+
+
+class Mixture(NamedTuple):
+    """What the features of keys are formed from."""
+
+    key: Tokens  # of the first component
+    stride_component: tl.tensor
+    p_shift: tl.tensor  # [Hkv, M, width]
+    p_prior: tl.tensor  # logarithms, [Hkv, M, Nk] or [Hkv, M, 1]
+    stride_prior_head: tl.tensor
+    stride_prior_component: tl.tensor
+    stride_prior_token: tl.tensor
+    p_key_mask: tl.tensor  # [B, Nk]
 
 
 @triton.jit
@@ -42,111 +82,122 @@ def rows_apart(p_tokens, stride):
 
 
 @triton.jit
-def operand(b_x, p_tokens):
+def operand(b_x, tokens):
     """What the matrix units are given for tokens of this type."""
-    return b_x.to(tl.bfloat16 if p_tokens.dtype.element_ty == tl.bfloat16 else tl.float32)
+    return b_x.to(tl.bfloat16 if tokens.p_tokens.dtype.element_ty == tl.bfloat16 else tl.float32)
 
 
 @triton.jit
-def prior_of_head(
-    p_prior, i_kv_head, i_component, stride_prior_head, stride_prior_component,
-    M: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr,
-):  # fmt: skip
+def key_value_head(i_kv, num_kv_heads):
+    """The key/value head that is number ``i_kv`` of all samples, as the head of a group of one."""
+    i_batch = i_kv // num_kv_heads
+    i_kv_head = i_kv % num_kv_heads
+    return Head(i_batch, i_kv_head, i_kv_head, i_kv, i_kv)
+
+
+@triton.jit
+def load_key(mixture, head, i_component, o_first, case: tl.constexpr):
+    """Keys ``o_first ...`` of one component, ``[BLOCK, D]``."""
+    key = mixture.key
+    p_key = key.p_tokens + i_component * rows_apart(key.p_tokens, mixture.stride_component)
+    return load_rows(
+        p_key, key.stride_batch, key.stride_head, key.stride_token, head.i_batch, head.i_kv_head, o_first, key.length,
+        key.width, case.BLOCK, case.D,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_key_mask(mixture, head, o_j):
+    """Which keys are seen, ``[BLOCK]``, none beyond the end."""
+    num_keys = mixture.key.length
+    p_mask = mixture.p_key_mask + head.i_batch.to(tl.int64) * num_keys + o_j
+    return tl.load(p_mask, mask=o_j < num_keys, other=0) != 0
+
+
+@triton.jit
+def prior_of_head(mixture, head, i_component, case: tl.constexpr):
     """``prior_r`` of one head, a scalar, where it is the same for all keys."""
-    if HAS_PRIOR and not PRIOR_BY_KEY:
-        return tl.exp(tl.load(p_prior + i_kv_head * stride_prior_head + i_component * stride_prior_component))
-    return 1.0 / M
+    if case.HAS_PRIOR and not case.PRIOR_BY_KEY:
+        o_head = head.i_kv_head * mixture.stride_prior_head
+        return tl.exp(tl.load(mixture.p_prior + o_head + i_component * mixture.stride_prior_component))
+    return 1.0 / case.M
 
 
 @triton.jit
-def component(
-    b_key, p_shift, prior, p_prior, p_key_mask, i_batch, i_kv_head, i_component, o_first, stride_prior_head,
-    stride_prior_component, stride_prior_token, num_keys, width,
-    M: tl.constexpr, HAS_SHIFT: tl.constexpr, PRIOR_BY_KEY: tl.constexpr, HAS_KEY_MASK: tl.constexpr,
-    MAP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """``phi(k_jr) [ROWS, D]``, 0 beyond the width, and ``prior_r [ROWS]``, 0 at masked keys and beyond the end."""
-    o_j = o_first + tl.arange(0, ROWS)
-    o_d = tl.arange(0, D)
-    b_seen = o_j < num_keys
-    if HAS_KEY_MASK:
-        b_seen = b_seen & (tl.load(p_key_mask + i_batch.to(tl.int64) * num_keys + o_j, mask=b_seen, other=0) != 0)
-    b_x = b_key.to(tl.float32)
-    if HAS_SHIFT:
-        b_x += tl.load(p_shift + (i_kv_head * M + i_component) * width + o_d, mask=o_d < width, other=0.0)[None, :]
-    if HAS_KEY_MASK:
+def component(b_key, prior, mixture, head, i_component, o_first, case: tl.constexpr):
+    """``phi(k_jr) [BLOCK, D]``, 0 beyond the width, and ``prior_r [BLOCK]``, 0 at masked keys and beyond the end."""
+    width = mixture.key.width
+    o_j = o_first + tl.arange(0, case.BLOCK)
+    o_d = tl.arange(0, case.D)
+    m_j = o_j < mixture.key.length
+    if case.HAS_KEY_MASK:
+        m_j = m_j & load_key_mask(mixture, head, o_j)
+    b_x = b_key.to(tl.float32)  # [BLOCK, D]
+    if case.HAS_SHIFT:
+        i_own = head.i_kv_head * case.M + i_component
+        b_x += tl.load(mixture.p_shift + i_own * width + o_d, mask=o_d < width, other=0.0)[None, :]
+    if case.HAS_KEY_MASK:
         # What stands at masked keys may be anything.
-        b_x = tl.where(b_seen[:, None], b_x, 0.0)
-    if PRIOR_BY_KEY:
-        p_own = p_prior + i_kv_head * stride_prior_head + i_component * stride_prior_component
-        b_weight = tl.exp(tl.load(p_own + o_j.to(tl.int64) * stride_prior_token, mask=b_seen, other=float("-inf")))
+        b_x = tl.where(m_j[:, None], b_x, 0.0)
+    if case.PRIOR_BY_KEY:
+        p_prior = mixture.p_prior + head.i_kv_head * mixture.stride_prior_head
+        p_prior += i_component * mixture.stride_prior_component
+        p_prior += o_j.to(tl.int64) * mixture.stride_prior_token
+        b_prior = tl.exp(tl.load(p_prior, mask=m_j, other=float("-inf")))
     else:
-        b_weight = tl.where(b_seen, prior, 0.0)
-    return tl.where((o_d < width)[None, :], features(b_x, MAP), 0.0), b_weight
+        b_prior = tl.where(m_j, prior, 0.0)
+    return tl.where((o_d < width)[None, :], features(b_x, case.MAP), 0.0), b_prior
 
 
 @triton.jit
-def merged_features(
-    p_key, p_shift, p_prior, p_key_mask, i_batch, i_kv_head, o_first, stride_key_batch, stride_key_head,
-    stride_key_component, stride_key_token, stride_prior_head, stride_prior_component, stride_prior_token, num_keys,
-    width,
-    M: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr, MAP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-    MEETS_PRODUCTS: tl.constexpr = False,
-):  # fmt: skip
-    """``f``, ``[ROWS, D]`` in fp32. ``MEETS_PRODUCTS``: see ``as_product``."""
-    b_total = tl.zeros([ROWS, D], tl.float32)
-    b_key = tl.zeros([ROWS, D], p_key.dtype.element_ty)
-    for r in tl.static_range(M):
-        if r == 0 or not HAS_SHIFT:
-            b_key = load_rows(
-                p_key + r * rows_apart(p_key, stride_key_component), stride_key_batch, stride_key_head,
-                stride_key_token, i_batch, i_kv_head, o_first, num_keys, width, ROWS, D,
-            )  # fmt: skip
+def merged_features(mixture, head, o_first, case: tl.constexpr, MEETS_PRODUCTS: tl.constexpr = False):
+    """``f``, ``[BLOCK, D]`` in fp32. ``MEETS_PRODUCTS``: see ``as_product``."""
+    b_total = tl.zeros([case.BLOCK, case.D], tl.float32)
+    b_key = tl.zeros([case.BLOCK, case.D], mixture.key.p_tokens.dtype.element_ty)
+    for r in tl.static_range(case.M):
+        if r == 0 or not case.HAS_SHIFT:
+            b_key = load_key(mixture, head, r, o_first, case)
             if MEETS_PRODUCTS:
-                b_key = as_product(b_key, D)
-        prior = prior_of_head(
-            p_prior, i_kv_head, r, stride_prior_head, stride_prior_component, M, HAS_PRIOR, PRIOR_BY_KEY
-        )
-        b_own, b_weight = component(
-            b_key, p_shift, prior, p_prior, p_key_mask, i_batch, i_kv_head, r, o_first, stride_prior_head,
-            stride_prior_component, stride_prior_token, num_keys, width,
-            M, HAS_SHIFT, PRIOR_BY_KEY, HAS_KEY_MASK, MAP, ROWS, D,
-        )  # fmt: skip
-        b_total += b_own * b_weight[:, None]
+                b_key = as_product(b_key, case.D)
+        prior = prior_of_head(mixture, head, r, case)
+        b_features, b_prior = component(b_key, prior, mixture, head, r, o_first, case)
+        b_total += b_features * b_prior[:, None]
     return b_total
 
 
 @triton.jit
-def load_values(
-    p_value, p_key_mask, i_batch, i_kv_head, o_first, stride_batch, stride_head, stride_token, num_keys, value_width,
-    HAS_KEY_MASK: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr,
-):  # fmt: skip
-    """``v`` as an operand, 0 at masked keys."""
-    b_value = load_rows(
-        p_value, stride_batch, stride_head, stride_token, i_batch, i_kv_head, o_first, num_keys, value_width, ROWS, DV
-    )
-    b_value = operand(b_value, p_value)
-    if HAS_KEY_MASK:
-        o_j = o_first + tl.arange(0, ROWS)
-        p_mask = p_key_mask + i_batch.to(tl.int64) * num_keys + o_j
-        b_value = tl.where((tl.load(p_mask, mask=o_j < num_keys, other=0) != 0)[:, None], b_value, 0.0)
+def load_values(value, mixture, head, o_first, case: tl.constexpr):
+    """``v [BLOCK, DV]`` as an operand, 0 at masked keys."""
+    b_value = operand(load_tokens(value, head.i_batch, head.i_kv_head, o_first, case.BLOCK, case.DV), value)
+    if case.HAS_KEY_MASK:
+        m_j = load_key_mask(mixture, head, o_first + tl.arange(0, case.BLOCK))
+        b_value = tl.where(m_j[:, None], b_value, 0.0)
     return b_value
 
 
 @triton.jit
-def store_state(p_state, i, b_state, b_total, D: tl.constexpr, DV: tl.constexpr):
+def store_state(p_state, i_state, b_state, b_total, D: tl.constexpr, DV: tl.constexpr):
+    """Write ``S [D, DV]`` and ``z [D]``."""
     o_d, o_v = tl.arange(0, D), tl.arange(0, DV)
-    p_state += i.to(tl.int64) * (D * DV + D)
+    p_state += i_state.to(tl.int64) * (D * DV + D)
     tl.store(p_state + o_d[:, None] * DV + o_v[None, :], b_state)
     tl.store(p_state + D * DV + o_d, b_total)
 
 
 @triton.jit
-def load_state(p_state, i, D: tl.constexpr, DV: tl.constexpr):
+def load_state(p_state, i_state, D: tl.constexpr, DV: tl.constexpr):
+    """``S [D, DV]`` and ``z [D]``."""
     o_d, o_v = tl.arange(0, D), tl.arange(0, DV)
-    p_state += i.to(tl.int64) * (D * DV + D)
+    p_state += i_state.to(tl.int64) * (D * DV + D)
     return tl.load(p_state + o_d[:, None] * DV + o_v[None, :]), tl.load(p_state + D * DV + o_d)
+
+
+@triton.jit
+def store_rows(p_tensor, b_x, i_head, o_rows, length, width, D: tl.constexpr):
+    """Write rows ``o_rows`` of one head of a contiguous ``[heads, length, width]``."""
+    o_d = tl.arange(0, D)
+    p_rows = p_tensor + (i_head.to(tl.int64) * length + o_rows)[:, None] * width + o_d[None, :]
+    tl.store(p_rows, b_x.to(p_tensor.dtype.element_ty), mask=(o_rows < length)[:, None] & (o_d < width)[None, :])
 
 
 @triton.jit(do_not_specialize=LINEAR_VARYING)
@@ -160,27 +211,26 @@ def linear_states(
     DV: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One program for one segment of the keys of one head: its state, ``[B, Hkv, segments, state]``."""
+    case: tl.constexpr = Case(
+        MAP, INPUT_PRECISION, BLOCK, D, DV, M, HAS_SHIFT, HAS_PRIOR, PRIOR_BY_KEY, HAS_KEY_MASK
+    )  # fmt: skip
     if EVEN:
         width, value_width = D, DV
+    key = Tokens(p_key, stride_key_batch, stride_key_head, stride_key_token, num_keys, width)
+    value = Tokens(p_value, stride_value_batch, stride_value_head, stride_value_token, num_keys, value_width)
+    mixture = Mixture(
+        key, stride_key_component, p_shift, p_prior, stride_prior_head, stride_prior_component, stride_prior_token,
+        p_key_mask,
+    )  # fmt: skip
     i_segment = tl.program_id(0) % num_segments
-    i_kv = tl.program_id(0) // num_segments
-    i_batch = i_kv // num_kv_heads
-    i_kv_head = i_kv % num_kv_heads
+    head = key_value_head(tl.program_id(0) // num_segments, num_kv_heads)
     b_state = tl.zeros([D, DV], tl.float32)
     b_sum = tl.zeros([BLOCK, D], tl.float32)
     first = i_segment * blocks_per_segment * BLOCK
     for o_first in tl.range(first, tl.minimum(first + blocks_per_segment * BLOCK, num_keys), BLOCK):
-        b_features = merged_features(
-            p_key, p_shift, p_prior, p_key_mask, i_batch, i_kv_head, o_first, stride_key_batch, stride_key_head,
-            stride_key_component, stride_key_token, stride_prior_head, stride_prior_component, stride_prior_token,
-            num_keys, width,
-            M, HAS_SHIFT, HAS_PRIOR, PRIOR_BY_KEY, HAS_KEY_MASK, MAP, BLOCK, D,
-        )  # fmt: skip
-        b_value = load_values(
-            p_value, p_key_mask, i_batch, i_kv_head, o_first, stride_value_batch, stride_value_head,
-            stride_value_token, num_keys, value_width, HAS_KEY_MASK, BLOCK, DV,
-        )  # fmt: skip
-        b_state = tl.dot(operand(b_features, p_key).T, b_value, b_state, input_precision=INPUT_PRECISION)
+        b_features = merged_features(mixture, head, o_first, case)
+        b_value = load_values(value, mixture, head, o_first, case)
+        b_state = tl.dot(operand(b_features, key).T, b_value, b_state, input_precision=INPUT_PRECISION)
         # Rows are added up at the end: threads would have to meet for it in every block.
         b_sum += b_features
     store_state(p_state, tl.program_id(0), b_state, tl.sum(b_sum, 0), D, DV)
@@ -220,59 +270,52 @@ def linear_forward(
     HAS_KEY_MASK: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, BY_SUM: tl.constexpr,
     INPUT_PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """One program for one segment of the queries of one head: ``out``, contiguous, and ``1 / t [B, H, Nq]``, 0 of a
+    """One program for one segment of the queries of one head: ``out``, contiguous, and ``1 / t [B, H, Nq]``, 0 for a
     row that has seen nothing.
 
     ``p_state``: what keys before the segment have left, or all of them without causality.
     """
-    MEETS_PRODUCTS: tl.constexpr = D < 64 or not CAUSAL  # where it is faster, as has been measured
+    MEETS_PRODUCTS: tl.constexpr = D < 64 or not CAUSAL  # where it was measured to be faster
+    case: tl.constexpr = Case(
+        MAP, INPUT_PRECISION, BLOCK, D, DV, M, HAS_SHIFT, HAS_PRIOR, PRIOR_BY_KEY, HAS_KEY_MASK, BY_SUM
+    )
     if EVEN:
         width, value_width = D, DV
+    query = Tokens(p_query, stride_query_batch, stride_query_head, stride_query_token, num_queries, width)
+    key = Tokens(p_key, stride_key_batch, stride_key_head, stride_key_token, num_keys, width)
+    value = Tokens(p_value, stride_value_batch, stride_value_head, stride_value_token, num_keys, value_width)
+    mixture = Mixture(
+        key, stride_key_component, p_shift, p_prior, stride_prior_head, stride_prior_component, stride_prior_token,
+        p_key_mask,
+    )  # fmt: skip
     i_segment = tl.program_id(0) % num_segments
-    i_head = tl.program_id(0) // num_segments
-    i_batch = i_head // num_heads
-    i_query_head = i_head % num_heads
-    i_kv_head = i_query_head // group_size
-    i_kv = i_batch * (num_heads // group_size) + i_kv_head
-    b_state, b_total = load_state(p_state, i_kv * (num_segments + 1) + i_segment if CAUSAL else i_kv, D, DV)
-    o_v = tl.arange(0, DV)
+    head = query_head(tl.program_id(0) // num_segments, num_heads, group_size)
+    i_state = head.i_kv * (num_segments + 1) + i_segment if CAUSAL else head.i_kv
+    b_state, b_total = load_state(p_state, i_state, D, DV)
     first = i_segment * blocks_per_segment * BLOCK
     for o_first in tl.range(first, tl.minimum(first + blocks_per_segment * BLOCK, num_queries), BLOCK):
         o_i = o_first + tl.arange(0, BLOCK)
-        b_query = load_rows(
-            p_query, stride_query_batch, stride_query_head, stride_query_token, i_batch, i_query_head, o_first,
-            num_queries, width, BLOCK, D,
-        )  # fmt: skip
+        b_query = load_tokens(query, head.i_batch, head.i_query_head, o_first, BLOCK, D)
         # Where keys are not as wide as blocks, their features are 0, and rows beyond the end are not stored.
-        b_query = features(as_product(b_query, D) if MEETS_PRODUCTS else b_query.to(tl.float32), MAP)
-        b_sum = tl.sum(b_query * b_total[None, :], 1)
-        b_query = operand(b_query, p_query)
-        b_out = tl.dot(b_query, operand(b_state, p_query), input_precision=INPUT_PRECISION)
+        b_query = features(as_product(b_query, D) if MEETS_PRODUCTS else b_query.to(tl.float32), MAP)  # [BLOCK, D]
+        b_sum = tl.sum(b_query * b_total[None, :], 1)  # [BLOCK]
+        b_query = operand(b_query, query)
+        b_out = tl.dot(b_query, operand(b_state, query), input_precision=INPUT_PRECISION)  # [BLOCK, DV]
         if CAUSAL:
-            # As many keys as queries: chunk by chunk.
-            b_features = merged_features(
-                p_key, p_shift, p_prior, p_key_mask, i_batch, i_kv_head, o_first, stride_key_batch, stride_key_head,
-                stride_key_component, stride_key_token, stride_prior_head, stride_prior_component,
-                stride_prior_token, num_keys, width,
-                M, HAS_SHIFT, HAS_PRIOR, PRIOR_BY_KEY, HAS_KEY_MASK, MAP, BLOCK, D, MEETS_PRODUCTS,
-            )  # fmt: skip
-            b_value = load_values(
-                p_value, p_key_mask, i_batch, i_kv_head, o_first, stride_value_batch, stride_value_head,
-                stride_value_token, num_keys, value_width, HAS_KEY_MASK, BLOCK, DV,
-            )  # fmt: skip
+            # There are as many keys as queries, and they are added chunk by chunk.
+            b_features = merged_features(mixture, head, o_first, case, MEETS_PRODUCTS)
+            b_value = load_values(value, mixture, head, o_first, case)
             b_total += tl.sum(b_features, 0)
-            b_features = operand(b_features, p_key)
-            b_pair = tl.dot(b_query, b_features.T, input_precision=INPUT_PRECISION)
+            b_features = operand(b_features, key)
+            b_pair = tl.dot(b_query, b_features.T, input_precision=INPUT_PRECISION)  # [BLOCK, BLOCK]
             b_pair = where_at_least(b_pair, o_i[:, None], o_i[None, :])
             b_sum += tl.sum(b_pair, 1)
-            b_out = tl.dot(operand(b_pair, p_query), b_value, b_out, input_precision=INPUT_PRECISION)
+            b_out = tl.dot(operand(b_pair, query), b_value, b_out, input_precision=INPUT_PRECISION)
             b_state = tl.dot(b_features.T, b_value, b_state, input_precision=INPUT_PRECISION)
-        if not BY_SUM:
-            b_sum = tl.load(p_length + i_batch.to(tl.int64) * num_queries + o_i, mask=o_i < num_queries, other=1.0)
         m_i = o_i < num_queries
+        if not BY_SUM:
+            b_sum = tl.load(p_length + head.i_batch.to(tl.int64) * num_queries + o_i, mask=m_i, other=1.0)
         # A sum so small that fp32 has no inverse of it is none.
         b_inverse = tl.where(b_sum < 1.2e-38, 0.0, 1.0 / tl.where(b_sum < 1.2e-38, 1.0, b_sum))
-        tl.store(p_inverse + i_head.to(tl.int64) * num_queries + o_i, b_inverse, mask=m_i)
-        b_out *= b_inverse[:, None]
-        p_rows = p_out + (i_head.to(tl.int64) * num_queries + o_i)[:, None] * value_width + o_v[None, :]
-        tl.store(p_rows, b_out.to(p_out.dtype.element_ty), mask=m_i[:, None] & (o_v < value_width)[None, :])
+        tl.store(p_inverse + head.i_head.to(tl.int64) * num_queries + o_i, b_inverse, mask=m_i)
+        store_rows(p_out, b_out * b_inverse[:, None], head.i_head, o_i, num_queries, value_width, DV)
