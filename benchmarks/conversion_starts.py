@@ -128,9 +128,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pretraining", type=int, default=500)
+    parser.add_argument("--pretraining", type=int, default=400)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--output", type=Path, help="a folder for the JSON and the figure, instead of docs and results")
     arguments = parser.parse_args()
     result = measure(arguments.pretraining, arguments.steps, arguments.width)

@@ -12,6 +12,9 @@ import torch
 import transformers
 from cases import DEVICE
 from conversion_cases import HEAD_DIM, logits, make_inputs, make_model, train
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import Trainer, TrainingArguments
 
@@ -112,7 +115,18 @@ def test_a_converted_model_is_pickled():
     assert isinstance(again, (transformers.LlamaForCausalLM, ConvertedModel))
     torch.testing.assert_close(logits(again, inputs), logits(model, inputs))
     assert converted_class(type(model)) is type(model)
-    assert type(model).__name__ == "MGKLlamaForCausalLM"
+    assert type(model).__qualname__ == "MGKLlamaForCausalLM"
+
+
+def test_pipelines_know_the_model(caplog):
+    """They go by the name of its class."""
+    words = Tokenizer(WordLevel({"[UNK]": 0, "a": 3, "b": 4}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", pad_token="[UNK]")
+    transformers.utils.logging.enable_propagation()
+    generate = transformers.pipeline("text-generation", model=converted(), tokenizer=tokenizer)
+    assert generate("a b", max_new_tokens=2)[0]["generated_text"].startswith("a b")
+    assert "not supported" not in caplog.text
 
 
 def test_another_class_of_the_family(tmp_path):

@@ -68,14 +68,11 @@ class ConvertedModel:
         if push_to_hub:
             raise ValueError("save_pretrained writes to a folder, got push_to_hub=True: call model.push_to_hub(name)")
         super().save_pretrained(save_directory, is_main_process, state_dict, **options)  # type: ignore[misc]
-        architectures = [type(self).__name__.removeprefix(PREFIX)]
-        self.config.architectures = architectures
         file = Path(save_directory) / "config.json"
         # Of a model with adapters transformers saves the adapters alone.
         if is_main_process and file.exists() and not getattr(self, "_hf_peft_config_loaded", False):
             config = json.loads(file.read_text(encoding="utf-8"))
             config["model_type"] = f"{NAME}-{config['model_type'].removeprefix(f'{NAME}-')}"
-            config["architectures"] = architectures
             file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -92,8 +89,10 @@ def converted_class(base: type[Any]) -> type[Any]:
 
 
 def _make_class(base: type[Any]) -> type[Any]:
-    members = {"__module__": __name__, "__doc__": f"A {base.__name__} that was converted."}
-    return type(f"{PREFIX}{base.__name__}", (ConvertedModel, base), members)
+    # The name is what transformers goes by: losses, pipelines, `architectures`. Pickle goes by the qualified one.
+    name = f"{PREFIX}{base.__name__}"
+    members = {"__module__": __name__, "__qualname__": name, "__doc__": f"A {base.__name__} that was converted."}
+    return type(base.__name__, (ConvertedModel, base), members)
 
 
 def __getattr__(name: str) -> type[PreTrainedModel]:
