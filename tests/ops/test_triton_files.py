@@ -1,4 +1,4 @@
-"""docs/kernels.md says of every file of the fused kernels what it is for, and its glossary uses the names of the code."""
+"""docs/kernels.md says of every file of the fused kernels what it is for, and its glossary uses names of the code."""
 
 import re
 from pathlib import Path

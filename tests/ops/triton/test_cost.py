@@ -74,12 +74,12 @@ def test_flops_need_no_data():
 @every_kind
 def test_padding_is_not_repaired(kind, device, monkeypatch):
     from mgk.ops.triton import passes
-    from mgk.ops.triton.kernels import forward
+    from mgk.ops.triton.kernels import repair
 
     left, launch = [], passes.launch
 
     def look_and_launch(kernel, programs, arguments, *rest):
-        if kernel is forward.attention_repair:
+        if kernel is repair.attention_repair:
             normaliser = arguments[kernel.arg_names.index("p_normaliser")]
             left.append(int(normaliser.isnan().sum()))
         return launch(kernel, programs, arguments, *rest)

@@ -15,6 +15,7 @@ from mgk.ops.triton.kernels import (
     gradient_sums,
     key_value_gradients,
     query_gradients,
+    repair,
     responsibilities,
     two_key_gradients,
 )
@@ -113,10 +114,10 @@ def _launch_repair(call: Call, out: Tensor, normaliser: Tensor) -> None:
     tile = call.tile("repair")
     blocks = count_blocks(call.queries, tile.rows)
     together = blocks * call.batch * call.heads // tuning.programs(call.device)
-    together = max(1, min(together, forward.MOST_ROWS_TOGETHER.value // tile.rows, blocks))
+    together = max(1, min(together, repair.MOST_ROWS_TOGETHER.value // tile.rows, blocks))
     terms = call.terms
     launch(
-        forward.attention_repair,
+        repair.attention_repair,
         count_blocks(blocks, together) * call.batch * call.heads,
         (
             call.query, call.key, call.value, out, terms.row, terms.column, terms.level, call.inverse_variance,

@@ -24,7 +24,6 @@ import triton.language as tl
 
 from mgk.ops.triton.kernels.dropout import Dropout, rows_unless_dropped
 from mgk.ops.triton.kernels.heads import query_head
-from mgk.ops.triton.kernels.repair import MOST_ROWS_TOGETHER, attention_repair  # noqa: F401 (launched after it)
 from mgk.ops.triton.kernels.terms import (
     Shifts,
     Terms,

@@ -101,9 +101,8 @@ def attention_backward_key_value(
 ):  # fmt: skip
     """Write ``dk``, ``dv``, ``dcolumn``, ``dscale`` and the partial sums of the shifts' gradients. ``ONE_GROUP`` tells
     the compiler that a key has one query head, where it makes better use of that than of a loop."""
-    case: tl.constexpr = Case(
-        M, SHARED_KEY, HARD, INPUT_PRECISION, BLOCK_I, BLOCK_J, D, DV, TWO_SHIFTS=TWO_SHIFTS, UNFACTORED=UNFACTORED
-    )
+    case: tl.constexpr = Case(M, SHARED_KEY, HARD, INPUT_PRECISION, BLOCK_I, BLOCK_J, D, DV, TWO_SHIFTS=TWO_SHIFTS,
+                              UNFACTORED=UNFACTORED)  # fmt: skip
     i_block = tl.program_id(0) % num_blocks
     i_kv = tl.program_id(0) // num_blocks
     num_kv_heads = num_heads // group_size
@@ -159,9 +158,8 @@ def attention_backward_key_value(
             if HAS_MASK:
                 p_own_mask += i_batch.to(tl.int64) * stride_mask_batch
                 p_own_mask += i_query_head.to(tl.int64) * stride_mask_head
-            visibility = Visibility(
-                num_queries, num_keys, span.causal_offset, p_own_mask, stride_mask_row, stride_mask_column
-            )
+            visibility = Visibility(num_queries, num_keys, span.causal_offset, p_own_mask, stride_mask_row,
+                                    stride_mask_column)  # fmt: skip
             p_second = p_row_second + i_head * padded_queries if TWO_SHIFTS else None
             dropout = Dropout(p_row_random + i_head * padded_queries, b_column_random, threshold) if DROPOUT else None
             queries = Queries(d_query, d_grad_out, i_batch, i_query_head, i_head, p_reference, p_delta, p_second)

@@ -8,6 +8,8 @@ It is online softmax, with one exponential for each component (hard: for the bes
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -19,6 +21,13 @@ from mgk.ops.triton.kernels.visibility import Sequences, Visibility, is_visible,
 
 MOST_ROWS_TOGETHER = tl.constexpr(1024)
 """Rows that a program looks at before it ends."""
+
+
+class Rows(NamedTuple):
+    """What a program holds of its block of queries."""
+
+    o_i: tl.tensor
+    b_query: tl.tensor
 
 
 @triton.jit(do_not_specialize=VARYING_WITH_WIDTH, do_not_specialize_on_alignment=HEAD_NUMBERS)
@@ -78,6 +87,7 @@ def attention_repair(
             keys = Tokens(p_key, stride_key_batch, stride_key_head, stride_key_token, num_keys, width)
             values = Tokens(p_value, stride_value_batch, stride_value_head, stride_value_token, num_keys, value_width)
             b_query = load_tokens(queries, i_batch, i_query_head, o_first, BLOCK_I, D)
+            rows = Rows(o_i, b_query)
             dropout = None
             if DROPOUT:
                 b_row_random = tl.load(p_row_random + i_head.to(tl.int64) * padded_queries + place(o_i))
@@ -87,8 +97,7 @@ def attention_repair(
             b_maximum = tl.full([BLOCK_I], float("-inf"), tl.float32)
             for o_j in tl.range(span.first, span.end, BLOCK_J):
                 b_out, b_sum, b_maximum = _attend_exactly(
-                    b_out, b_sum, b_maximum, b_query, o_i, head, keys, values, terms, visibility, dropout, o_j, CAUSAL,
-                    case,
+                    b_out, b_sum, b_maximum, rows, head, keys, values, terms, visibility, dropout, o_j, CAUSAL, case,
                 )  # fmt: skip
             b_exact = b_maximum + tl.math.log2(b_sum)
             if HAS_LEVEL:
@@ -106,22 +115,22 @@ def attention_repair(
 
 @triton.jit
 def _attend_exactly(
-    b_out, b_sum, b_maximum, b_query, o_i, head, keys, values, terms, visibility, dropout, o_j,
+    b_out, b_sum, b_maximum, rows, head, keys, values, terms, visibility, dropout, o_j,
     CAUSAL: tl.constexpr, case: tl.constexpr,
 ):  # fmt: skip
     """Add one block of keys with online softmax, one component after the other (hard: the best one alone)."""
     o_columns = o_j + tl.arange(0, case.BLOCK_J)
     b_zero = tl.zeros([case.BLOCK_I], tl.float32)
     b_value = load_tokens(values, head.i_batch, head.i_kv_head, o_j, case.BLOCK_J, case.DV)  # [BLOCK_J, DV]
-    m_seen = is_visible(o_i[:, None], o_columns[None, :], visibility, CAUSAL)
+    m_seen = is_visible(rows.o_i[:, None], o_columns[None, :], visibility, CAUSAL)
     b_best = tl.full([case.BLOCK_I, case.BLOCK_J], float("-inf"), tl.float32)
     b_product = b_best
     for r in tl.static_range(case.M):
         if r == 0 or not case.SHARED_KEY:
             i_key_head = head.i_kv_head if case.SHARED_KEY else head.i_kv_head * case.M + r
             b_key = load_tokens(keys, head.i_batch, i_key_head, o_j, case.BLOCK_J, case.D)  # [BLOCK_J, D]
-            b_product = tl.dot(b_query, b_key.T, input_precision=case.INPUT_PRECISION)
-        b_logit = component_logit(b_product, terms, r, o_i, o_j, b_zero)
+            b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)
+        b_logit = component_logit(b_product, terms, r, rows.o_i, o_j, b_zero)
         b_logit = tl.where(m_seen, b_logit, float("-inf"))
         if case.HARD:
             b_best = tl.maximum(b_best, b_logit)
