@@ -185,11 +185,9 @@ def _backward(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> tuple[Te
     # With a graph of gradients the operation is asked, which refuses to be differentiated again.
     run: Any = run_backward if is_unwatched(grad) and not torch.is_grad_enabled() else fused_linear_attention_backward
     grad_query, grad_key, grad_value, grad_shift, grad_prior = run(grad, inverse, sums, *inputs)
-    return LinearInputs(  # type: ignore[return-value]
-        query=grad_query, key=grad_key, value=grad_value, shift=None if inputs.shift is None else grad_shift,
-        log_prior=None if inputs.log_prior is None else grad_prior, key_mask=None, length=None, is_causal=None,
-        feature_map=None,
-    )  # type: ignore[arg-type] # fmt: skip
+    of_shift = None if inputs.shift is None else grad_shift
+    of_prior = None if inputs.log_prior is None else grad_prior
+    return grad_query, grad_key, grad_value, of_shift, of_prior, None, None, None, None
 
 
 def _refuse_second_order(ctx: Any, *grads: Tensor) -> None:

@@ -12,6 +12,7 @@ from mgk.ops.triton.call import SMALL
 from mgk.ops.triton.kernels import linear, linear_backward
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.layout import aligned, block_width, count_blocks, on_device
+from mgk.ops.triton.tile_table import Tile
 
 
 class _Plan(NamedTuple):
@@ -23,7 +24,7 @@ class _Plan(NamedTuple):
     element_size: int
     device: torch.device
 
-    def kernel(self, name: str) -> tuple[int, dict[str, Any], tuning.Tile]:
+    def kernel(self, name: str) -> tuple[int, dict[str, Any], Tile]:
         """Blocks in a segment, constants and tile of one of the kernels."""
         width = max(self.options["D"], self.options["DV"])
         is_causal, is_mixture = self.options["CAUSAL"], self.options["M"] > 1
