@@ -167,7 +167,8 @@ def write_everything(folder, seeds, *, has_retrieval=True):
                         folder, recipe, row, seed, stride=None, tokenised_lowercase_bleu=value, signature="none"
                     )
     for recipe, (first, step) in {"peerread": (0.6, 0.01), "enwik8": (1.5, -0.02), "wikitext2": (90.0, -2.0),
-                                  "smollm2": (30.0, -1.0), "multi30k": (30.0, 1.0), "tatoeba": (40.0, 1.0)}.items():  # fmt: skip
+                                  "smollm2": (30.0, -1.0), "multi30k": (30.0, 1.0),
+                                  "tatoeba": (40.0, 1.0)}.items():  # fmt: skip
         # Mixtures are the best, then one Gaussian, then normalised softmax.
         kinds = {"softmax": 0, "gaussian": 2, "smgk": 4, "mgk": 3, "smgk-hard": 3, "mgk-hard": 3}
         for row in load(recipe).rows:
