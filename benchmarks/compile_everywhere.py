@@ -71,7 +71,7 @@ def tried(one: Any, architecture: int) -> tuple[str | None, int]:
     try:
         shared = int(one.compile(architecture).metadata.shared)
     except Exception as error:
-        causes = [error]
+        causes: list[BaseException] = [error]
         while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
             causes.append(cause)
         return f"{type(causes[-1]).__name__}: {str(causes[-1]).strip().splitlines()[-1]}", 0

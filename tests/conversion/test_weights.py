@@ -111,7 +111,7 @@ def test_an_exact_start_keeps_the_embeddings(encoder):
     assert AutoModel.from_pretrained(encoder).num_parameters() == found["parameters"]
 
 
-def test_the_command_writes_the_numbers(model, encoder, tmp_path, monkeypatch):
+def test_mgk_compare(model, encoder, tmp_path, monkeypatch):
     (tmp_path / "wikitext-103").mkdir()
     (tmp_path / "wikitext-103" / "wiki.test.tokens").write_text(text(60))
     sentences = tmp_path / "multi30k.test_2017_flickr.en"

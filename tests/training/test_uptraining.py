@@ -170,7 +170,7 @@ def test_a_skipped_update_is_explained(model, corpus, tmp_path):
     assert math.isnan(line["batches"][0]["loss_now"])
 
 
-def test_the_command(model, texts, tmp_path, monkeypatch):
+def test_mgk_uptrain(model, texts, tmp_path, monkeypatch):
     """mgk uptrain trains, goes on, and leaves a run that mgk evaluate tests."""
     monkeypatch.setenv("MGK_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("MGK_WEIGHTS", str(model.parent))

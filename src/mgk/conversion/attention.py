@@ -10,6 +10,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from mgk.conversion.mask import compact_mask, read_mask
 from mgk.conversion.mixture import attend
+from mgk.ops.problem import Mixture
 
 NAME = "mgk"
 MIXTURE = "mixture"
@@ -75,7 +76,7 @@ def attention(
     else:
         if visible.length is not None:
             key, value = key[:, :, : visible.length], value[:, :, : visible.length]
-        softmax = {"shift": None, "log_prior": None, "variance": 1.0 / scaling, "similarity": "dot"}
+        softmax = Mixture(variance=1.0 / scaling, similarity="dot")
         out, weights = attend(query, key, value, visible, softmax, **options)
     return out.transpose(1, 2).contiguous(), weights
 

@@ -17,7 +17,7 @@ from mgk.conversion.starts import STARTS, Perturbation, choose_start
 from mgk.nn import PRESETS
 from mgk.nn.presets import SOFTMAX_PRESETS
 from mgk.nn.variance import initial_variances
-from mgk.ops.attention import BACKENDS
+from mgk.ops.dispatch import BACKENDS
 from mgk.ops.validation import check_choice
 
 

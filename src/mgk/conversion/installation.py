@@ -10,7 +10,6 @@ from transformers import PreTrainedConfig
 from mgk.conversion.attention import MIXTURE, NAME
 from mgk.conversion.cache import CacheCheck
 from mgk.conversion.families import AS_HEADS, Family, family_of
-from mgk.conversion.mixture import Mixture
 from mgk.conversion.projections import Projections
 from mgk.conversion.record import Record
 from mgk.nn import PRESETS

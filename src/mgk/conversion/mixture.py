@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -21,11 +19,13 @@ from mgk.nn import (
     ShiftedKeys,
     UniformPrior,
 )
-from mgk.ops import mixture_attention, mixture_attention_varlen, mixture_weights
-from mgk.ops.boundaries import pairs_within_sequences
+from mgk.ops import dispatch
+from mgk.ops.dispatch import weights as materialised_weights
+from mgk.ops.problem import Mixture, Visibility
+from mgk.ops.validation import make_problem
 
 
-class Mixture(nn.Module):
+class KeyMixture(nn.Module):
     """Shifts, prior and variances of the keys that an attention module projects.
 
     It is called with queries, keys and values as the module hands them on, after rotation and cache, so whatever wraps
@@ -96,15 +96,12 @@ class Mixture(nn.Module):
         bias = None if self.start is None else self.start(key, shift, variance)
         if bias is not None:
             log_prior = bias if log_prior is None else bias + log_prior[:, :, None]
-        options: dict[str, Any] = {
-            "shift": shift, "log_prior": log_prior, "variance": variance, "similarity": self.similarity,
-        }  # fmt: skip
         if shift is not None:
             key = key.squeeze(2)
-        gather = self.prior.gather if isinstance(self.prior, EMPrior) else None
         return attend(
-            query, key, value, visible, options, assignment=self.assignment, backend=self.backend, dropout=dropout,
-            need_weights=need_weights, gather=gather,
+            query, key, value, visible, Mixture(shift, log_prior, variance, self.similarity, self.assignment),
+            backend=self.backend, dropout=dropout, need_weights=need_weights,
+            prior=self.prior if isinstance(self.prior, EMPrior) else None,
         )  # fmt: skip
 
     def components(self, key: Tensor, num_keys: int) -> Tensor:
@@ -117,49 +114,33 @@ class Mixture(nn.Module):
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, visible: Visible, options: dict[str, Any], *, assignment: str = "soft",
-    backend: str = "auto", dropout: float = 0.0, need_weights: bool = False, gather: Any = None,
+    query: Tensor, key: Tensor, value: Tensor, visible: Visible, mixture: Mixture, *, backend: str = "auto",
+    dropout: float = 0.0, need_weights: bool = False, prior: EMPrior | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """:func:`mgk.mixture_attention` of packed rows or padded ones, with weights where they are wanted.
 
-    ``gather`` is told of what was computed, ``gather(out, query, key, **options)``, and gives the output back.
+    ``prior`` is told of what was computed.
     """
-    if visible.cu_seqlens is not None and not need_weights:
-        return _attend_packed(query, key, value, visible, options, assignment, backend, dropout, gather), None
-    masks: dict[str, Any] = {
-        "is_causal": visible.is_causal, "key_mask": visible.key_mask, "attn_mask": visible.attn_mask,
-    }  # fmt: skip
+    batch, _, length, _ = query.shape
+    visibility = Visibility(visible.is_causal, visible.key_mask, attn_mask=visible.attn_mask)
     if visible.cu_seqlens is not None:
-        if len(query) > 1:
-            raise ValueError(f"the weights of packed sequences need one row, got {len(query)}")
-        masks["attn_mask"] = pairs_within_sequences(visible.cu_seqlens, None, query.shape[2], value.shape[2])
+        if need_weights and batch > 1:
+            raise ValueError(f"the weights of packed sequences need one row, got {batch}")
+        # The rows of a batch, each of several sequences, one after the other.
+        query, key, value = (tensor.movedim(0, -3).flatten(-3, -2)[None] for tensor in (query, key, value))
+        if mixture.log_prior is not None and mixture.log_prior.ndim == 4:  # a bias of each key
+            mixture = mixture._replace(log_prior=mixture.log_prior.permute(1, 2, 0, 3).flatten(2))
+        visibility = Visibility(visible.is_causal, cu_seqlens_q=visible.cu_seqlens, cu_seqlens_k=visible.cu_seqlens)
+    problem = make_problem(query, key, value, mixture, visibility, dropout)
     weights = None
     if need_weights:
-        weights = F.dropout(mixture_weights(query, key, assignment=assignment, **options, **masks), dropout)
+        weights = F.dropout(materialised_weights(problem), dropout)
         repeated = value.to(weights.dtype).repeat_interleave(query.shape[1] // value.shape[1], dim=1)
         out = (weights @ repeated).to(query.dtype)
     else:
-        out = mixture_attention(
-            query, key, value, assignment=assignment, dropout_p=dropout, backend=backend, **options, **masks
-        )
-    return out if gather is None else gather(out, query, key, **options, **masks), weights
-
-
-def _attend_packed(
-    query: Tensor, key: Tensor, value: Tensor, visible: Visible, options: dict[str, Any], assignment: str,
-    backend: str, dropout: float, gather: Any,
-) -> Tensor:  # fmt: skip
-    """The rows of a batch, each of several sequences, one after the other."""
-    batch, _, length, _ = query.shape
-    tokens = [tensor.movedim(-2, 1).flatten(0, 1) for tensor in (query, key, value)]
-    prior = options["log_prior"]
-    if prior is not None and prior.ndim == 4:  # a bias of each key
-        options = {**options, "log_prior": prior.permute(1, 2, 0, 3).flatten(2)}
-    options = {
-        **options, "cu_seqlens_q": visible.cu_seqlens, "cu_seqlens_k": visible.cu_seqlens,
-        "is_causal": visible.is_causal,
-    }  # fmt: skip
-    out = mixture_attention_varlen(*tokens, assignment=assignment, dropout_p=dropout, backend=backend, **options)
-    if gather is not None:
-        out = gather(out, *tokens[:2], **options)
-    return out.unflatten(0, (batch, length)).transpose(1, 2)
+        out = dispatch.attend(problem, backend)
+    if prior is not None:
+        out = prior.gather(out, query, key, mixture, visibility)
+    if visible.cu_seqlens is not None:
+        out = out[0].unflatten(1, (batch, length)).movedim(1, 0)
+    return out, weights
