@@ -78,7 +78,9 @@ def _launch_forward(call: Call, out: Tensor, normaliser: Tensor, tile: Tile) -> 
 
 
 def _launch_specialised(call: Call, out: Tensor, normaliser: Tensor, tile: Tile) -> None:
-    from mgk.ops.triton.kernels.hopper.wide_forward import GROUP_ROWS, TILE_ROWS, attention_forward_wide
+    from mgk.ops.triton.kernels.hopper.pipeline import GROUP_ROWS
+    from mgk.ops.triton.kernels.hopper.tile_scheduler import TILE_ROWS
+    from mgk.ops.triton.kernels.hopper.wide_forward import attention_forward_wide
 
     assert call.fits_specialised_forward
     assert not call.two_keys
