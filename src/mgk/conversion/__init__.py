@@ -7,7 +7,7 @@ interface the fused softmax of this library; :func:`convert` puts mixtures into 
 from mgk.conversion.attention import register
 from mgk.conversion.convert import convert
 from mgk.conversion.families import FAMILIES, Family
-from mgk.conversion.mixture import Mixture
+from mgk.conversion.mixture import KeyMixture
 from mgk.conversion.saving import load_converted
 from mgk.conversion.starts import AdvanceStart, advance_start
 from mgk.conversion.weights import find_weights, unpack_weights
@@ -18,7 +18,7 @@ __all__ = [
     "FAMILIES",
     "AdvanceStart",
     "Family",
-    "Mixture",
+    "KeyMixture",
     "advance_start",
     "convert",
     "find_weights",

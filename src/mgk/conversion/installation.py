@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from mgk.conversion.attention import MIXTURE, NAME
 from mgk.conversion.cache import CacheCheck
 from mgk.conversion.families import AS_HEADS, Family, family_of
+from mgk.conversion.mixture import KeyMixture
 from mgk.conversion.projections import Projections
 from mgk.conversion.record import Record
 from mgk.nn import PRESETS
@@ -31,7 +32,7 @@ def install(model: Any, record: Record, *, pooling: str = "neighbours", noise: A
     heads = [projections.check(record.num_heads, record.num_kv_heads, projected) for _, projections in found]
     for (module, projections), (num_heads, num_kv_heads) in zip(found, heads, strict=True):
         projections.resize((num_heads, num_kv_heads), projected, pooling, noise)
-        mixture = Mixture(record, num_kv_heads, projections.head_dim, family.projected)
+        mixture = KeyMixture(record, num_kv_heads, projections.head_dim, family.projected)
         weight: Any = projections.output.weight
         setattr(module, MIXTURE, mixture.to(device=weight.device, dtype=weight.dtype).train(module.training))
         key_heads = num_kv_heads * (projected if family.projected == AS_HEADS else 1)
