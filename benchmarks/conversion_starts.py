@@ -23,7 +23,7 @@ from mgk.conversion import advance_start
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "convert.md"
 FIGURE = ROOT / "docs" / "conversion_starts.png"
-RESULT = ROOT / "results" / "conversion" / "starts.json"
+RESULT = ROOT / "results" / "conversions" / "starts.json"
 BEGIN, END = "<!-- written by benchmarks/conversion_starts.py -->", "<!-- end -->"
 
 BATCH, TOKENS, HELD_OUT, FADE, EVERY = 8, 128, 16, 100, 10

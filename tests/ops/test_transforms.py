@@ -47,7 +47,7 @@ for length in (37, 61):  # the second length must not need a new graph per lengt
         pytest.param("aot_eager", "chunked", "shifted", True, "float32", marks=pytest.mark.slow),
         pytest.param("aot_eager", "sdpa", "shifted", False, "bfloat16", marks=pytest.mark.slow),
         pytest.param("inductor", "sdpa", "projected", True, "float32", marks=pytest.mark.slow),
-        ("inductor", "auto", "shifted", True, "bfloat16"),
+        pytest.param("inductor", "auto", "shifted", True, "bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_compiles_as_the_very_first_call(compiler, backend, kind, causal, dtype):

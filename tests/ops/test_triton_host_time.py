@@ -49,9 +49,9 @@ def asked(monkeypatch):
     monkeypatch.setattr(tuning, "_architecture", lambda index: "sm90")
     monkeypatch.setattr(tuning, "multiprocessors", lambda index: 132)
     monkeypatch.setattr("mgk.ops.triton.unsupported", lambda problem: None)
-    monkeypatch.setattr("mgk.ops.attention._HAS_TRITON", True)
-    monkeypatch.setattr("mgk.ops.attention.fused", mgk.ops.triton, raising=False)
-    monkeypatch.setitem(mgk.ops.attention._ATTENTION, "triton", mgk.ops.triton.attention)
+    monkeypatch.setattr("mgk.ops.dispatch._HAS_TRITON", True)
+    monkeypatch.setattr("mgk.ops.dispatch.fused", mgk.ops.triton, raising=False)
+    monkeypatch.setitem(mgk.ops.dispatch._BACKENDS, "triton", mgk.ops.triton)
     return counts
 
 

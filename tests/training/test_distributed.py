@@ -245,7 +245,8 @@ def command(runs, folder, *options):
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
 def test_torchrun_starts_a_dead_rank_again(runs, tmp_path, victim):
     """F9: SIGKILL to one rank; all start again from the last checkpoint and come to the same weights."""
     started = environment(MGK_CACHE=str(tmp_path), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")

@@ -343,6 +343,7 @@ def test_a_best_model_that_could_not_be_written_is_not_the_best(corpus, tmp_path
     assert finish(trainer)["best_step"] == trainer.state.best_step
 
 
+@pytest.mark.slow
 def test_every_model_of_a_process_is_compiled(corpus, tmp_path, monkeypatch):
     """The compiler counts its versions over all models, and without a word stops at the eighth."""
     compile_module = torch.nn.Module.compile
