@@ -292,3 +292,15 @@ def test_auto_takes_what_the_benchmark_found_fastest():
             and all(other[key] == row[key] for key in ("preset", "heads", "batch", "tokens", "is_causal"))
         ]
         assert row["training_ms"] <= 1.1 * min(rivals), row
+
+
+@pytest.mark.parametrize("components", [1, 2])
+@pytest.mark.parametrize("power", [1, 2])
+def test_double_backward_is_refused(components, power):
+    """With a constant gradient of the output as well, which is no reason to be differentiable."""
+    query, value = torch.randn(2, 2, 9, 8, requires_grad=True), torch.randn(2, 2, 9, 8)
+    key = torch.randn(2, 2, components, 9, 8)
+    out = mgk.mixture_attention(query, key, value, backend="cpu")
+    (gradient,) = torch.autograd.grad(out.pow(power).sum(), query, create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward needs backend='reference'"):
+        gradient.sum().backward()

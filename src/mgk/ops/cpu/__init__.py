@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mgk.ops.autograd import NO_SECOND_ORDER
 from mgk.ops.cpu.block import LARGEST_LOG_RATIO, Block, Call, Inputs
 from mgk.ops.cpu.grid import Grid
 from mgk.ops.cpu.memory import workspace
@@ -206,21 +207,40 @@ class _TiledAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        *tensors, out, normaliser, bias = ctx.saved_tensors
-        inputs = Inputs(*tensors)
-        gradient = Inputs(
-            *(torch.empty_like(tensor) for tensor in (inputs.query, inputs.key, inputs.value)),
-            *(None if tensor is None else torch.zeros_like(tensor) for tensor in (inputs.shift, inputs.log_prior)),
-        )
-        if ctx.has_whole_rows:
-            backward_of_rows(inputs, ctx.call, ctx.grid, bias, normaliser, grads[0], gradient)
-            workspace.drop_large_arrays()
-            return None, None, None, *gradient
-        for samples, block_heads in ctx.grid.blocks():
-            block = ctx.block
-            if block is None:
-                block = Block(inputs, ctx.call, ctx.grid, samples, block_heads, bias=bias)
-            block.set_normaliser(normaliser)
-            backward_pass(block, grads[0], out, gradient)
+        if torch.is_grad_enabled():  # somebody wants to differentiate the gradients again
+            return None, None, None, *_FirstGradients.apply(ctx, *grads, *ctx.saved_tensors)
+        return None, None, None, *_gradients(ctx, grads[0])
+
+
+class _FirstGradients(torch.autograd.Function):
+    """The gradients, which have no derivative of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, grad_out: Tensor, *saved: Tensor | None) -> Inputs:
+        return _gradients(call, grad_out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        raise NotImplementedError(NO_SECOND_ORDER)
+
+
+def _gradients(ctx: Any, grad_out: Tensor) -> Inputs:
+    """Gradients of all inputs, from what the forward pass has left in ``ctx``."""
+    *tensors, out, normaliser, bias = ctx.saved_tensors
+    inputs = Inputs(*tensors)
+    gradient = Inputs(
+        *(torch.empty_like(tensor) for tensor in (inputs.query, inputs.key, inputs.value)),
+        *(None if tensor is None else torch.zeros_like(tensor) for tensor in (inputs.shift, inputs.log_prior)),
+    )
+    if ctx.has_whole_rows:
+        backward_of_rows(inputs, ctx.call, ctx.grid, bias, normaliser, grad_out, gradient)
         workspace.drop_large_arrays()
-        return None, None, None, *gradient
+        return gradient
+    for samples, block_heads in ctx.grid.blocks():
+        block = ctx.block
+        if block is None:
+            block = Block(inputs, ctx.call, ctx.grid, samples, block_heads, bias=bias)
+        block.set_normaliser(normaliser)
+        backward_pass(block, grad_out, out, gradient)
+    workspace.drop_large_arrays()
+    return gradient
