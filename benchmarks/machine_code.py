@@ -15,7 +15,9 @@ revision is compiled as well, in a copy of its own, and the first differences ar
 
 Addresses, labels, names of symbols and places of parameters do not count; registers and the scheduler's notes (how long
 to stall, which barrier to wait for) do, as do shared memory and warps. Code that differs may be as fast, but only a GPU
-can say so: explain the difference, time it there, and renew the fingerprints with ``--write``.
+can say so: explain the difference, time it there, and renew the fingerprints with ``--write``. Where no GPU is at hand,
+``untimed`` in ``machine_code.json`` keeps the new fingerprint and the explanation until somebody has timed it; such
+differences are printed and do not count.
 """
 
 from __future__ import annotations
@@ -217,6 +219,11 @@ def main() -> None:
             parser.error(f"the fingerprints are of {kept['versions']}, got {versions()}: use --against")
         before = {name: each for name, each in kept["kernels"].items() if re.search(arguments.only, name)}
     changes = differences(before, own)
+    if arguments.against is None:
+        waiting = [name for name, each in kept["untimed"].items() if own.get(name, {}).get("sha256") == each["sha256"]]
+        for name in waiting:
+            print(f"{name}: explained, but not timed yet: {kept['untimed'][name]['why']}")
+        changes = [line for line in changes if line.rpartition(": ")[0] not in waiting]
     print("".join(f"{line}\n" for line in changes), end="")
     print(
         f"{len(own)} specialisations of {len({each['sha256'] for each in own.values()})} codes, {len(changes)} differ"
@@ -226,12 +233,16 @@ def main() -> None:
 
 def write(found: dict[str, Code], revision: str, pattern: str) -> None:
     """Keep the fingerprints of ``found``, and those that were not asked for."""
-    others = json.loads(FINGERPRINTS.read_text())["kernels"] if pattern else {}
+    kept = json.loads(FINGERPRINTS.read_text())
+    others = kept["kernels"] if pattern else {}
+    untimed = {name: each for name, each in kept["untimed"].items() if name not in found}
     kernels = {name: each for name, each in others.items() if not re.search(pattern, name)}
     kernels |= {name: code.fingerprint() for name, code in found.items()}
     lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(kernels[name])}" for name in sorted(kernels))
     facts = f'  "revision": {json.dumps(revision)},\n  "versions": {json.dumps(versions())}'
-    FINGERPRINTS.write_text(f'{{\n{facts},\n  "kernels": {{\n{lines}\n  }}\n}}\n')
+    waiting = ",\n".join(f"    {json.dumps(name)}: {json.dumps(untimed[name])}" for name in sorted(untimed))
+    waiting = f"{{\n{waiting}\n  }}" if untimed else "{}"
+    FINGERPRINTS.write_text(f'{{\n{facts},\n  "untimed": {waiting},\n  "kernels": {{\n{lines}\n  }}\n}}\n')
     print(f"{len(found)} fingerprints written to {FINGERPRINTS.name}")
 
 
