@@ -128,7 +128,7 @@ def main() -> None:
                 instructions, registers = disassembled(compiled(kernel, given, constants, tile).asm["cubin"])
                 # The first: blocks of which every pair is seen.
                 loop = loops_of(instructions)[0]
-                # Where warps have roles, two groups of them multiply.
+                # With warp specialisation two groups of warps multiply.
                 pairs = tile.rows * tile.columns / (32 * tile.warps * (1 + tile.specialised))
                 spills = sum("STL" in line or "LDL" in line for line in loop)
                 waits = sum("WARPGROUP.DEPBAR" in line for line in loop)

@@ -276,18 +276,18 @@ def test_products_do_not_wait_for_each_other(preset, width, is_causal, started):
             assert "serialized" not in said, each[0].__name__
 
 
-ROLES = [
+SPECIALISED = [
     pytest.param(preset, is_causal, marks=[pytest.mark.slow] * (not is_causal))
     for preset in (PRESETS[:2] + PRESETS[4:])
     for is_causal in (True, False)
 ]
 
 
-@pytest.mark.parametrize(("preset", "is_causal"), ROLES, ids=str)
-def test_warps_have_roles_with_wide_heads(preset, is_causal, started, monkeypatch):
+@pytest.mark.parametrize(("preset", "is_causal"), SPECIALISED, ids=str)
+def test_warps_are_specialised_with_wide_heads(preset, is_causal, started, monkeypatch):
     """One copies, eight multiply, and what the latter hold in registers stays there from block to block."""
     if not tuning.HAS_WARP_SPECIALISATION:
-        pytest.skip("roles are written for another version of Triton")
+        pytest.skip("warp specialisation is written for another version of Triton")
     # Dot products have no columns where blocks of keys are whole.
     call({**in_half_precision(preset, 128), "is_causal": is_causal, "prior": None, "keys": 128})
     (forward,) = [each for each in started if each[0].__name__ == "attention_forward_wide"]

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from mgk.ops.triton import tuning
 
 if not tuning.HAS_WARP_SPECIALISATION:
-    pytest.skip("roles are written for another version of Triton", allow_module_level=True)
+    pytest.skip("warp specialisation is written for another version of Triton", allow_module_level=True)
 
 from mgk.ops.triton.kernels.hopper import tile_scheduler
 

@@ -43,7 +43,7 @@ class Projections:
         self.old = (query // self.head_dim, key // self.head_dim)
 
     def _widths(self) -> list[int]:
-        """Of queries, keys and values."""
+        """How many numbers queries, keys and values have, all heads together."""
         if self.family.fused is None:
             return [_rows(layer)[0].shape[0] for layer in self.inputs]
         return [_rows(self.inputs[0])[0].shape[0] // 3] * 3

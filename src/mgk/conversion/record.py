@@ -27,9 +27,9 @@ class Record:
     variance_scale: float | list[float]
     """Variance over ``1 / scaling``."""
     shift_init_std: float
-    """Of shifts that are drawn anew."""
+    """Standard deviation of the initial shifts."""
     backend: str
-    """Of the attention."""
+    """Which backend computes the attention."""
 
     def write(self, config: Any) -> None:
         """Put it into a configuration."""

@@ -69,7 +69,7 @@ class ConvertedModel:
             raise ValueError("save_pretrained writes to a folder, got push_to_hub=True: call model.push_to_hub(name)")
         super().save_pretrained(save_directory, is_main_process, state_dict, **options)  # type: ignore[misc]
         file = Path(save_directory) / "config.json"
-        # Of a model with adapters transformers saves the adapters alone.
+        # If the model has adapters, transformers saves the adapters alone.
         if is_main_process and file.exists() and not getattr(self, "_hf_peft_config_loaded", False):
             config = json.loads(file.read_text(encoding="utf-8"))
             config["model_type"] = f"{NAME}-{config['model_type'].removeprefix(f'{NAME}-')}"

@@ -1,4 +1,4 @@
-"""Wide heads on Hopper, where warps of the forward kernel have roles: against fp64, and against the usual kernel.
+"""Wide heads on Hopper, where warps of the forward kernel are specialised: against fp64, and against the usual kernel.
 
 Gluon has no interpreter: what these tests see, only a GPU can show. `tests/ops/test_triton_calls.py` has which calls
 are served so, `tests/ops/test_triton_compilation.py` compiles them.
@@ -50,7 +50,7 @@ MANY = {"batch": 3, "heads": 8, "kv_heads": 4, "queries": 1000, "keys": 1024, "d
 @pytest.fixture(autouse=True)
 def _on_hopper() -> None:
     if torch.cuda.get_device_capability() != (9, 0) or not tuning.HAS_WARP_SPECIALISATION:
-        pytest.skip("warps have roles on Hopper GPUs, with the version of Triton that they were written for")
+        pytest.skip("warps are specialised on Hopper GPUs, with versions of Triton that the kernel knows")
 
 
 @pytest.fixture

@@ -24,8 +24,6 @@ PADDING = 128
 # A small kernel works on this many numbers.
 BLOCK = 1024
 ONE_WARP, SMALL, FOUR_WARPS = Tile(0, 0, 1, 1), Tile(0, 0, 2, 1), Tile(0, 0, 4, 1)
-# As many programs as keep an H200 busy: `tuning.programs` asks the device.
-PROGRAMS = 264
 # Blocks of terms that one program makes.
 MOST_BLOCKS_TOGETHER = 4
 

@@ -264,8 +264,8 @@ class _Backward:
         )
 
     def _parameter_gradients(self) -> tuple[Tensor, Tensor]:
-        """Of the shifts, ``[Hkv, M, D]``, by way of rows and columns, and of the prior, in its shape; empty where there
-        is no such parameter."""
+        """The gradients of the shifts, ``[Hkv, M, D]``, by way of rows and columns, and of the prior, in its shape. A
+        parameter that does not exist has an empty one."""
         call, prior = self.call, self.call.log_prior
         grad_shift = call.new(0) if call.shift is None else torch.empty_like(call.shift)
         grad_prior = call.new(0)

@@ -54,7 +54,7 @@ class Placed(NamedTuple):
     problem: MixtureProblem
     queries: _Layout
     spans: tuple[Tensor, Tensor]
-    """Of the blocks of queries and of those of keys."""
+    """what each block of queries sees, and what each block of keys is seen by"""
 
     def take(self, out: Tensor) -> Tensor:
         """Places of queries ``[1, H, total, Dv]`` to tokens ``[1, H, Tq, Dv]``, which lie token by token in memory."""
@@ -71,7 +71,7 @@ def place(problem: MixtureProblem) -> Placed:
         keys, spans = queries, (_spans(queries, queries, torch.zeros_like(queries.starts), padding),) * 2
     else:
         keys = _lay_out(cu_seqlens_k, problem.key.shape[3], padding)
-        # Of places, not of tokens: the last query of a sequence sees its last key.
+        # It is counted in places, not in tokens: the last query of a sequence sees its last key.
         causal_offset = keys.starts + keys.lengths - queries.starts - queries.lengths
         spans = (_spans(queries, keys, causal_offset, padding), _spans(keys, queries, causal_offset, padding))
     prior = problem.log_prior

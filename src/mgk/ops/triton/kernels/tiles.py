@@ -12,9 +12,6 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-# The kernels for wide heads ask for these here.
-from mgk.ops.triton.kernels.terms import in_order, mark_unfactored, place, safe_ratio  # noqa: F401
-
 # Whole numbers of which the compiler learns nothing: no kernel is compiled anew for another length, number of heads or
 # layout. (Padded lengths are always multiples of 16, which is all that it wants to know of them.)
 _TENSORS = ("query", "key", "value", "out", "grad")
