@@ -39,6 +39,7 @@ def log(tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "pipes"))
     return tmp_path / "log"
 
 
@@ -56,9 +57,27 @@ def test_a_service_of_its_own(log):
     assert not service.is_running
     assert said == []
     # Ours is not changed, and another one has other folders.
-    assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
+    assert os.environ["CUDA_MPS_PIPE_DIRECTORY"] != pipes
     with MultiProcessService(said.append) as other:
         assert other.environment["CUDA_MPS_PIPE_DIRECTORY"] != pipes
+
+
+def test_one_that_runs_already_is_used_and_left_running(log, tmp_path):
+    """A second service on the same GPU would take turns with the first."""
+    pipes = tmp_path / "pipes"
+    pipes.mkdir()
+    (pipes / f"{PROGRAM}.pid").write_text(f"{os.getpid()}\n")
+    with MultiProcessService(print) as service:
+        assert service.environment == {"CUDA_MPS_PIPE_DIRECTORY": str(pipes)}
+    assert not service.is_running
+    assert not log.exists()
+    # What a service left behind that has died is none.
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    (pipes / f"{PROGRAM}.pid").write_text(str(gone.pid))
+    with MultiProcessService(print) as service:
+        assert service.environment["CUDA_MPS_PIPE_DIRECTORY"] != str(pipes)
+    assert log.read_text().startswith("start ")
 
 
 def test_one_that_does_not_start(log, monkeypatch):
@@ -74,6 +93,7 @@ def test_one_that_does_not_start(log, monkeypatch):
 
 def test_no_such_program(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     said = []
     with MultiProcessService(said.append) as service:
         assert not service.is_running

@@ -7,9 +7,12 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
 PROGRAM = "nvidia-cuda-mps-control"
+USUAL_FOLDER = "/tmp/nvidia-mps"
+"""Where the service has its pipes unless ``CUDA_MPS_PIPE_DIRECTORY`` says otherwise."""
 SECONDS = 20.0
 """For the service to start, or to stop."""
 
@@ -17,8 +20,22 @@ SECONDS = 20.0
 _GUARD = f'cat > /dev/null; echo quit | {PROGRAM}; rm -rf "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"'
 
 
+def running_service() -> Path | None:
+    """The folder of a service that somebody has started already, and that processes of ours would use."""
+    folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", USUAL_FOLDER))
+    try:
+        os.kill(int((folder / f"{PROGRAM}.pid").read_text()), 0)
+    except PermissionError:
+        return folder  # it runs, and belongs to another user
+    except (OSError, ValueError):
+        return None
+    return folder
+
+
 class MultiProcessService:
-    """A service of our own within this context, if there is the program and it starts; :attr:`environment` leads to it.
+    """A service that cells share within this context; :attr:`environment` leads to it.
+
+    It is the one that runs already, which is left running, or else one of our own, if its program is there and starts.
 
     Args:
         say: told once why there is none.
@@ -35,6 +52,10 @@ class MultiProcessService:
         return bool(self.environment)
 
     def __enter__(self) -> MultiProcessService:
+        folder = running_service()
+        if folder is not None:
+            self.environment = {"CUDA_MPS_PIPE_DIRECTORY": str(folder)}
+            return self
         if shutil.which(PROGRAM) is None:
             self._say(f"no multi-process service: there is no {PROGRAM}, so the cells take turns on the GPU")
             return self
@@ -62,6 +83,7 @@ class MultiProcessService:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.environment = {}
         if self._guard is None:
             return
         assert self._guard.stdin is not None
@@ -70,4 +92,4 @@ class MultiProcessService:
             self._guard.wait(SECONDS)
         except subprocess.TimeoutExpired:
             self._say(f"the multi-process service did not stop within {SECONDS:g} s; {PROGRAM} is still at work")
-        self._guard, self.environment = None, {}
+        self._guard = None
