@@ -52,9 +52,9 @@ class MultiProcessService:
         return bool(self.environment)
 
     def __enter__(self) -> MultiProcessService:
-        folder = running_service()
-        if folder is not None:
-            self.environment = {"CUDA_MPS_PIPE_DIRECTORY": str(folder)}
+        running = running_service()
+        if running is not None:
+            self.environment = {"CUDA_MPS_PIPE_DIRECTORY": str(running)}
             return self
         if shutil.which(PROGRAM) is None:
             self._say(f"no multi-process service: there is no {PROGRAM}, so the cells take turns on the GPU")
