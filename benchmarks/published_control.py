@@ -372,6 +372,7 @@ def main() -> None:
     if not (code / "run_tasks.py").is_file():
         raise SystemExit(f"{checkout} must be a checkout of mlpen/Nystromformer, got no LRA/code/run_tasks.py")
     commit = commit_of(checkout)
+    files = {each: hashlib.sha256((code / each).read_bytes()).hexdigest() for each in FILES}
     name = f"{CONTROL}-{arguments.heads}-dropout-{arguments.dropout:g}-seed-{arguments.seed}"
     output = (arguments.output or ROOT / "results" / "controls" / f"{name}.json").resolve()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -404,7 +405,7 @@ def main() -> None:
     result = {
         "control": CONTROL,
         "commit": commit,
-        "files": {each: hashlib.sha256((code / each).read_bytes()).hexdigest() for each in FILES},
+        "files": files,
         "heads": arguments.heads,
         "dropout": arguments.dropout,
         "seed": arguments.seed,
