@@ -85,6 +85,24 @@ def write_escape(folder, recipe, row, seed, step, *, last=5000, every=50):
     return path
 
 
+def write_control(folder, heads, dropout, seed, *, accuracy, escape=None, steps=5000, complete=True, corpus="0" * 64):
+    """A run of the published code."""
+    name = fidelity()["control"]["name"]
+    path = folder / "controls" / f"{name}-{heads}-dropout-{dropout:g}-seed-{seed}.json"
+    curve = [
+        {"kind": kind, "step": step, "loss": 1.5, "accuracy": 0.36 if escape and step >= escape else 0.18}
+        for step in range(50, steps + 1, 50)
+        for kind in ("train", "valid")
+    ]
+    content = {
+        "control": name, "heads": heads, "dropout": dropout, "seed": seed, "complete": complete, "steps": steps,
+        "metrics": {} if accuracy is None else {"test_accuracy": accuracy}, "curve": curve,
+        "corpus": {"name": "listops", "fingerprint": corpus},
+    }  # fmt: skip
+    result.write(path, content)
+    return path
+
+
 def write_analysis(folder, recipe, row, seed, *, rank=100.0, nll=0.2, layers=2, priors=None):
     draw = random.Random(f"{recipe} {row} {seed} analysis")
     content = {
@@ -214,6 +232,9 @@ def write_everything(folder, seeds, *, has_retrieval=True):
                     folder, place.get(recipe, recipe), row, seed, layers=LAYERS[recipe], priors=learned,
                     rank=120.0 if "mgk" in row or "mlk" in row else 90.0, nll=0.18 if row == "mgk-1" else 0.25,
                 )  # fmt: skip
+    for heads in fidelity()["control"]["heads"]:
+        for each in fidelity()["control"]["recipes"]:
+            write_control(folder, heads, each["dropout"], 0, accuracy=0.37, escape=3000)
     for comparison in fidelity()["comparisons"]:
         for recipe in (comparison["recipe"], *comparison["variants"]):
             for row in load(recipe).rows:

@@ -82,6 +82,7 @@ COMMANDS = {
     r"python benchmarks/instructions\.py .*": "test_instructions_of_a_pair_are_counted",
     r"python benchmarks/tiles\.py .*": "test_tiles_are_timed",
     r"python benchmarks/machine_code\.py .*": "test_one_kernel_has_the_machine_code_that_was_measured",
+    r"python benchmarks/published_control\.py .*": "test_a_run_of_a_small_checkout",
     r"python benchmarks/compile_everywhere\.py .*": "test_the_kernels_compile_for_another_architecture",
     r"python benchmarks/compile_ahead\.py": "test_kernels_are_compiled_ahead",
     r"python tests/transformers_suite .*": "test_the_suite_of_a_small_checkout",

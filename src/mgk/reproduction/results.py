@@ -7,6 +7,7 @@
     results/curves/NAME.jsonl                   the metrics.jsonl of a run
     results/analysis/NAME/analysis.json         the numbers of mgk analyze, its pictures beside them
     results/bench/retrieval-DEVICE.json         mgk bench retrieval
+    results/controls/NAME.json                  benchmarks/published_control.py, see :mod:`mgk.reproduction.controls`
 
 A file that is damaged is an error that names it. A run whose configuration is not that of its recipe of today counts,
 with its curves and its analysis, under the recipe that it agrees with, or nowhere, and a note says in what it differs:
@@ -33,8 +34,8 @@ from mgk.reproduction.filing import OTHER, file_result
 from mgk.reproduction.metrics import Metric
 from mgk.training import result
 
-EVALUATIONS, CURVES, ANALYSIS, BENCH = "evaluations", "curves", "analysis", "bench"
-_OTHER_FOLDERS = (EVALUATIONS, CURVES, ANALYSIS, BENCH, "accuracy", "conversions")
+EVALUATIONS, CURVES, ANALYSIS, BENCH, CONTROLS = "evaluations", "curves", "analysis", "bench", "controls"
+_OTHER_FOLDERS = (EVALUATIONS, CURVES, ANALYSIS, BENCH, CONTROLS, "accuracy", "conversions")
 
 T = TypeVar("T")
 Key = tuple[str, str, int]

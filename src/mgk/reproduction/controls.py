@@ -1,0 +1,95 @@
+"""Runs of published code on our data: what ``benchmarks/published_control.py`` put into ``results/controls/``.
+
+They are nobody's recipe, so they count for no table of the paper: the page ``fidelity`` shows them beside our runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mgk.reproduction.missing import Missing
+from mgk.reproduction.results import CONTROLS
+from mgk.training import result
+
+SCRIPT = "benchmarks/published_control.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Control:
+    """A run of published code."""
+
+    file: str
+    name: str
+    """Which code, task and attention."""
+    heads: int
+    dropout: float
+    seed: int
+    is_complete: bool
+    """Whether it made all the steps that it should have; otherwise it was stopped."""
+    steps: int
+    """That of its last validation."""
+    accuracy: float | None
+    """On the test set, in [0, 1]; ``None`` where it was stopped before there was a model to test."""
+    curve: Sequence[Mapping[str, Any]]
+    """Lines as in ``results/curves``."""
+    corpus: str
+    """The fingerprint of its data."""
+
+
+def read_controls(folder: Path) -> list[Control]:
+    """All of them in a folder of results, by heads, dropout and seed."""
+    found = [_read(path) for path in (folder / CONTROLS).glob("*.json")]
+    return sorted(found, key=lambda each: (each.name, each.heads, each.dropout, each.seed, each.file))
+
+
+def _read(path: Path) -> Control:
+    content = result.read_object(path)
+    try:
+        accuracy = content["metrics"].get("test_accuracy")
+        return Control(
+            file=f"{CONTROLS}/{path.name}",
+            name=str(content["control"]),
+            heads=int(content["heads"]),
+            dropout=float(content["dropout"]),
+            seed=int(content["seed"]),
+            is_complete=content["complete"] is True,
+            steps=int(content["steps"]),
+            accuracy=None if accuracy is None else float(accuracy),
+            curve=[{**line, "step": int(line["step"]), "kind": str(line["kind"])} for line in content["curve"]],
+            corpus=str(content["corpus"]["fingerprint"]),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} must be a result of {SCRIPT}, got {error!r}") from error
+
+
+def notes_about(controls: Sequence[Control], fingerprints: set[str]) -> list[str]:
+    """What of them is not as it should be.
+
+    Args:
+        controls: those that are shown.
+        fingerprints: of the data of our runs beside them.
+    """
+    notes = [
+        f"{each.file} was stopped at step {each.steps:,}: it counts among those that left the plateau or did not, and "
+        f"its accuracy does not count"
+        for each in controls
+        if not each.is_complete
+    ]
+    for each in controls:
+        if fingerprints and each.corpus not in fingerprints:
+            notes.append(f"{each.file} was trained on another corpus than our runs")
+    return notes
+
+
+def find_missing_controls(controls: Sequence[Control], wanted: Sequence[tuple[int, float]]) -> list[Missing]:
+    """Those of which there is no run, by heads and dropout."""
+    present = {(each.heads, each.dropout) for each in controls}
+    absent = [each for each in wanted if each not in present]
+    if not absent:
+        return []
+    listed = ", ".join(f"{heads} heads with dropout {dropout:g}" for heads, dropout in absent)
+    # No command: it needs a checkout of code that is not ours.
+    return [Missing(what=f"{SCRIPT}: {listed}", commands=())]

@@ -1,0 +1,66 @@
+"""Runs of the published code, and how the page about fidelity shows them."""
+
+import pytest
+from reproduction_cases import write_control, write_escape, write_run
+
+from mgk.reproduction.controls import SCRIPT, read_controls
+from mgk.reproduction.fidelity import NOT_RUN, fidelity, fidelity_page
+from mgk.reproduction.results import read_results
+from mgk.training import result
+
+
+def shown(folder):
+    page = fidelity_page(read_results(folder), 5)
+    (grid,) = [grid for grid in page.grids if grid.title == fidelity()["control"]["title"]]
+    return page, {line[:3]: line[3:] for line in grid.lines}
+
+
+def test_without_any_each_is_still_to_be_run(tmp_path):
+    page, lines = shown(tmp_path)
+    assert [line for line in lines if line[0] == "published"] == [
+        ("published", "2", "0.1"), ("published", "2", "0"), ("published", "8", "0.1"), ("published", "8", "0"),
+    ]  # fmt: skip
+    assert {line[1] for line in lines.values()} == {NOT_RUN}
+    assert page.missing[-1].what.startswith(f"{SCRIPT}: 2 heads with dropout 0.1, 2 heads with dropout 0, 8 heads")
+    assert page.numbers == 0
+
+
+def test_they_stand_beside_our_runs_of_the_same(tmp_path):
+    write_control(tmp_path, 8, 0.1, 0, accuracy=0.36, escape=4250)
+    write_control(tmp_path, 8, 0.1, 1, accuracy=0.18)
+    write_run(tmp_path, "lra/listops", "softmax-8", 0, accuracy=0.17)
+    write_escape(tmp_path, "lra/listops", "softmax-8", 0, None)
+    write_run(tmp_path, "lra/listops-dropout-0", "softmax-8", 0, accuracy=0.37)
+    page, lines = shown(tmp_path)
+    assert lines["published", "8", "0.1"] == ("0, 1", "27.00 ± 9.00 (2 seeds)", "1 of 2", "4,250")
+    assert lines["lra/listops, softmax-8", "8", "0.1"] == ("0", "17.00 (1 seed)", "0 of 1", "")
+    assert lines["published", "8", "0"] == ("", NOT_RUN, "", "")
+    assert lines["lra/listops-dropout-0, softmax-8", "8", "0"] == ("0", "37.00 (1 seed)", "no curves", "")
+    assert not any("controls/" in note for note in page.notes)
+    assert "8 heads with dropout 0.1" not in page.missing[-1].what
+    # They are nobody's recipe.
+    assert len(read_results(tmp_path).runs) == 2
+
+
+def test_one_that_was_stopped_has_no_accuracy_and_says_so(tmp_path):
+    path = write_control(tmp_path, 2, 0, 0, accuracy=0.36, escape=2000, steps=3050, complete=False)
+    page, lines = shown(tmp_path)
+    assert lines["published", "2", "0"] == ("0 (stopped at 3,050)", "", "1 of 1", "2,000")
+    assert any(note.startswith(f"controls/{path.name} was stopped at step 3,050") for note in page.notes)
+
+
+def test_another_corpus_is_noted(tmp_path):
+    write_control(tmp_path, 2, 0.1, 0, accuracy=0.36, corpus="1" * 64)
+    assert not any("another corpus" in note for note in shown(tmp_path)[0].notes)
+    write_run(tmp_path, "lra/listops", "softmax-2", 0, accuracy=0.37)
+    assert any("another corpus" in note for note in shown(tmp_path)[0].notes)
+
+
+@pytest.mark.parametrize("field", ["control", "heads", "curve", "corpus", "metrics"])
+def test_a_damaged_one_is_named(tmp_path, field):
+    path = write_control(tmp_path, 2, 0.1, 0, accuracy=0.36)
+    content = result.read_object(path)
+    del content[field]
+    result.write(path, content)
+    with pytest.raises(ValueError, match=r"seed-0\.json must be a result of benchmarks/published_control\.py"):
+        read_controls(tmp_path)
