@@ -47,9 +47,10 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     new_empty, empty_like = torch.Tensor.new_empty, torch.empty_like
 
     def poison(tensor: torch.Tensor) -> torch.Tensor:
-        return (
-            tensor.fill_(float("nan")) if tensor.is_floating_point() and not torch.compiler.is_compiling() else tensor
-        )
+        if tensor.is_floating_point() and not torch.compiler.is_compiling():
+            # Detached: a leaf that requires a gradient must not be changed in place.
+            tensor.detach().fill_(float("nan"))
+        return tensor
 
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **kwargs: poison(new_empty(*args, **kwargs)))
     monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: poison(empty_like(*args, **kwargs)))

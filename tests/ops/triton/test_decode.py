@@ -10,6 +10,7 @@ from triton_cases import FLOAT16, FLOAT32, HALF, INTERPRETED, attend, error_of, 
 
 import mgk
 from mgk.ops.triton import generation, launch
+from mgk.ops.triton.inputs import Options, Tensors
 
 KEYS = 70 if INTERPRETED else 1000
 SIZES = {"batch": 2, "heads": 2, "queries": 1, "keys": KEYS, "dim": 16, "value_dim": 12, "dtype": HALF}
@@ -162,11 +163,10 @@ def test_gradients_go_the_long_way(device, started):
 
 def test_opcheck(device):
     inputs = make_inputs(kind="shifted", device=device, **{**SIZES, "keys": 20, "dtype": FLOAT16})
-    arguments = (
-        inputs["query"], inputs["key"][:, :, None], inputs["value"], inputs["shift"], inputs["log_prior"][..., None],
-        None, None, 0.25, True, False, False,
-    )  # fmt: skip
-    torch.library.opcheck(torch.ops.mgk.fused_decode, arguments)
+    tensors = Tensors(
+        inputs["query"], inputs["key"][:, :, None], inputs["value"], inputs["shift"], inputs["log_prior"][..., None]
+    )
+    torch.library.opcheck(torch.ops.mgk.fused_decode, (*tensors, *Options(scale=0.25, gaussian=True)))
 
 
 def test_flops_are_counted(device):

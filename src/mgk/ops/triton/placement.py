@@ -93,8 +93,10 @@ def place(problem: MixtureProblem) -> Placed:
 def _valid_places(mask: Tensor | None, layout: _Layout) -> Tensor:
     """bool ``[1, total]``"""
     valid = torch.zeros(layout.total, dtype=torch.bool, device=layout.places.device)
-    valid[layout.places] = True if mask is None else mask[0]
-    return valid[None]
+    if mask is None:
+        # To assign True would copy it from the host, which a CUDA graph cannot record.
+        return valid.index_fill_(0, layout.places, True)[None]
+    return valid.index_copy_(0, layout.places, mask[0])[None]
 
 
 def _spread(tensor: Tensor, layout: _Layout, dim: int) -> Tensor:
