@@ -4,10 +4,11 @@ Runs ``LRA/code/run_tasks.py`` of a checkout of https://github.com/mlpen/Nystrom
 configuration, their optimiser, schedule, autocast and scaled loss, their order of operations. Around it this changes
 
 - the configuration: the number of heads, dropout (that of attention likewise), no recomputation of attention;
-- the attention: the same softmax of the same fp32 queries and keys, with the same mask and dropout on the weights, by a
+- the attention: the same softmax of the same queries and keys, with the same mask and dropout on the weights, by a
   fused kernel. Before anything is trained its logits, gradients and dropout are compared with theirs, and refused if
-  they differ. ``packed`` leaves out the padding, whose outputs their model multiplies by 0 and whose keys their mask
-  takes away;
+  they differ. ``padded`` and ``packed`` are fp32. ``packed`` leaves out the padding, whose outputs their model
+  multiplies by 0 and whose keys their mask takes away. ``half`` does so in fp16, which their projections give in any
+  case under autocast: the weights and the outputs are rounded as well, and it is many times faster;
 - the data: our prepared corpus, padded with 0 to their 2,048 tokens and kept on the GPU. Samples come in their order:
   all shuffled by ``random``, and again at the end, while batches go on across it;
 - one GPU, so that their DataParallel has nothing to do;
@@ -41,7 +42,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -63,39 +64,76 @@ SPLITS = {"train": "train", "dev": "valid", "test": "test"}
 """Their names of our splits."""
 REPORT = 500
 """Steps between lines about the time."""
-LOGIT_ERROR, GRADIENT_ERROR = 1e-4, 1e-3
-"""Of the largest; sums of 2,048 terms of fp32 in another order differ by some 1e-6 in logits, 1e-5 in gradients."""
+LOSS_SCALE = 2.0**16
+"""Where their scaled loss begins; without it gradients would be too small for fp16."""
+ERRORS = {"packed": (1e-4, 1e-3), "padded": (1e-4, 1e-3), "half": (1e-2, 3e-2)}
+"""By how much logits and gradients may differ, of the largest. Sums of 2,048 terms of fp32 in another order differ by
+some 1e-6 and 1e-5. In ``half`` the queries, keys and values of the comparison are rounded; those of a run come so."""
+DROPPED_TWICE = {"packed": 1e-4, "padded": 1e-4, "half": 5e-3}
+"""By how much the sums of what the forward and the backward pass dropped may differ."""
 DROPOUT_SPREAD = 0.1
 """By how much the standard deviation that dropout causes may differ, relative to theirs; some thousand are sampled."""
 
 
-def attend_to_padded(query: Tensor, key: Tensor, value: Tensor, is_valid: Tensor, dropout: float) -> Tensor:
-    """Softmax attention ``[batch, heads, tokens, width]`` to the valid tokens ``[batch, tokens]``."""
-    mask = is_valid[:, None, None, :]
+class Layout(NamedTuple):
+    """Where the valid tokens of a batch are."""
+
+    mask: Tensor
+    """``[batch, tokens]``"""
+    lengths: list[int]
+    """of each sequence"""
+    places: Tensor
+    """of all valid tokens, one after the other, in the flat batch"""
+    starts: Tensor
+    """int32: where each sequence starts among them, and where the last one ends"""
+
+
+def layout_of(mask: Tensor, lengths: Sequence[int] | None = None) -> Layout:
+    """The layout of a mask. Where the host knows the lengths, it does not wait for the device."""
+    known = mask.sum(1).int().tolist() if lengths is None else list(lengths)
+    rows = [np.arange(length) + row * mask.shape[1] for row, length in enumerate(known)]
+    places = torch.from_numpy(np.concatenate(rows))
+    starts = torch.tensor([0, *np.cumsum(known)], dtype=torch.int32)
+    if mask.is_cuda:
+        places, starts = (each.pin_memory().to(mask.device, non_blocking=True) for each in (places, starts))
+    return Layout(mask.bool(), known, places, starts)
+
+
+def attend_to_padded(query: Tensor, key: Tensor, value: Tensor, layout: Layout, dropout: float) -> Tensor:
+    """Softmax attention ``[batch, heads, tokens, width]`` to the valid tokens."""
+    mask = layout.mask[:, None, None, :]
     return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
 
 
-def attend_to_valid(query: Tensor, key: Tensor, value: Tensor, is_valid: Tensor, dropout: float) -> Tensor:
+def attend_to_valid(query: Tensor, key: Tensor, value: Tensor, layout: Layout, dropout: float) -> Tensor:
     """Likewise, computed for the valid tokens only: 0 for all others."""
     batch, heads, tokens, width = query.shape
-    where = is_valid.flatten().nonzero().squeeze(1)
-    lengths = is_valid.sum(1)
-    packed = [each.transpose(1, 2).flatten(0, 1).index_select(0, where) for each in (query, key, value)]
-    if query.is_cuda:
-        starts = nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-        # The one kernel of scaled_dot_product_attention for fp32, which takes several sequences in a row by this name.
-        out = torch.ops.aten._efficient_attention_forward(
-            *(each[None] for each in packed), None, starts, starts, tokens, tokens, dropout, 0, True
-        )[0][0]
-    else:
-        parts = zip(*(each.transpose(0, 1).split(lengths.tolist(), dim=1) for each in packed), strict=True)
+    packed = [each.transpose(1, 2).flatten(0, 1).index_select(0, layout.places) for each in (query, key, value)]
+    if not query.is_cuda:
+        parts = zip(*(each.transpose(0, 1).split(layout.lengths, dim=1) for each in packed), strict=True)
         alone = [nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout) for q, k, v in parts]
         out = torch.cat(alone, dim=1).transpose(0, 1)
-    padded = out.new_zeros(batch * tokens, heads, width).index_copy(0, where, out)
+    elif query.dtype == torch.float32:
+        # The one kernel of scaled_dot_product_attention for fp32, which takes several sequences in a row by this name.
+        out = torch.ops.aten._efficient_attention_forward(
+            *(each[None] for each in packed), None, layout.starts, layout.starts, tokens, tokens, dropout, 0, True
+        )[0][0]
+    else:
+        # FlashAttention by its own name, for the same reason.
+        out = torch.ops.aten._flash_attention_forward(
+            *packed, layout.starts, layout.starts, max(layout.lengths), max(layout.lengths), dropout, False, False
+        )[0]
+    padded = out.new_zeros(batch * tokens, heads, width).index_copy(0, layout.places, out)
     return padded.unflatten(0, (batch, tokens)).transpose(1, 2)
 
 
-ATTENTION = {"packed": attend_to_valid, "padded": attend_to_padded}
+def attend_in_half(query: Tensor, key: Tensor, value: Tensor, layout: Layout, dropout: float) -> Tensor:
+    """Likewise, of queries, keys and values that come from fp16 and go there again."""
+    return attend_to_valid(query.half(), key.half(), value.half(), layout, dropout).float()
+
+
+ATTENTION = {"packed": attend_to_valid, "padded": attend_to_padded, "half": attend_in_half}
+EXACT = ("packed", "padded")
 
 
 def replacement(kind: str) -> type[nn.Module]:
@@ -108,7 +146,9 @@ def replacement(kind: str) -> type[nn.Module]:
             self.dropout = float(config["attention_dropout"])
 
         def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-            return attend(query, key, value, mask.bool(), self.dropout if self.training else 0.0)
+            # Their model hands on the mask that it got, in fp32, so that what we have noted on it is still there.
+            layout = getattr(mask, "token_layout", None) or layout_of(mask)
+            return attend(query, key, value, layout, self.dropout if self.training else 0.0)
 
     return Softmax
 
@@ -139,12 +179,13 @@ class Data:
 
     def __init__(self, corpus: Corpus, length: int, device: torch.device, steps: int, end: float) -> None:
         self.steps, self.end, self.start = steps, end, time.monotonic()
-        self.tokens, self.labels = {}, {}
+        self.tokens, self.labels, self.lengths = {}, {}, {}
         for theirs, ours in SPLITS.items():
             split = corpus.splits[ours]
             if split.sequences["text"].tokens.min() < 1:
                 raise ValueError(f"tokens must be 1 and more, for 0 is padding, got one of 0 in {ours}")
             self.tokens[theirs] = torch.from_numpy(pad(split.sequences["text"], length)).to(device)
+            self.lengths[theirs] = np.asarray(split.sequences["text"].lengths)
             self.labels[theirs] = torch.tensor(np.asarray(split.numbers["labels"]), dtype=torch.long, device=device)
 
     def open(self, path: str, endless: bool) -> Samples:
@@ -163,10 +204,10 @@ class Samples:
 
     def shuffle(self) -> None:
         random.shuffle(self.order)
-        self.shuffled = torch.tensor(self.order, device=self.data.labels[self.split].device)
+        self.shuffled = np.array(self.order)
         self.position = 0
 
-    def take(self, count: int) -> Tensor | None:
+    def take(self, count: int) -> NDArray[np.int64] | None:
         """The indices of so many samples, or nothing where the split ends before."""
         if self.position + count <= len(self.order):
             self.position += count
@@ -178,7 +219,7 @@ class Samples:
             self.shuffle()
             self.position = min(missing, len(self.order))
             parts.append(self.shuffled[: self.position])
-        return torch.cat(parts)
+        return np.concatenate(parts)
 
 
 class Batches:
@@ -200,9 +241,13 @@ class Batches:
         if chosen is None:
             raise StopIteration
         self.count += 1
-        tokens = data.tokens[split].index_select(0, chosen)
-        labels = data.labels[split].index_select(0, chosen)
-        return {"input_ids_0": tokens.long(), "mask_0": (tokens != 0).float(), "label": labels}
+        where = torch.from_numpy(chosen)
+        if data.labels[split].is_cuda:
+            where = where.pin_memory().to(data.labels[split].device, non_blocking=True)
+        tokens, labels = (each[split].index_select(0, where) for each in (data.tokens, data.labels))
+        mask = (tokens != 0).float()
+        vars(mask)["token_layout"] = layout_of(mask, data.lengths[split][chosen].tolist())
+        return {"input_ids_0": tokens.long(), "mask_0": mask, "label": labels}
 
 
 def compare_attention(kind: str, modules: Mapping[str, Any], config: Mapping[str, Any], data: Data) -> dict[str, float]:
@@ -227,11 +272,12 @@ def compare_attention(kind: str, modules: Mapping[str, Any], config: Mapping[str
             state = model.state_dict()
         model.load_state_dict(state)
         logits = model.seq_classifer(model.model(tokens, mask))
-        loss = nn.functional.cross_entropy(logits, labels)
+        loss = LOSS_SCALE * nn.functional.cross_entropy(logits, labels)
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         found.append((logits.detach(), torch.cat([each.flatten() for each in gradients])))
     errors = [float((own - theirs).abs().max() / theirs.abs().max()) for theirs, own in zip(*found, strict=True)]
-    return {"logits": errors[0], "gradients": errors[1], **compare_dropout(kind, modules, device)}
+    found_dropout = compare_dropout(kind, modules, device) if config["attention_dropout"] > 0 else {}
+    return {"logits": errors[0], "gradients": errors[1], **found_dropout}
 
 
 def compare_dropout(kind: str, modules: Mapping[str, Any], device: torch.device) -> dict[str, float]:
@@ -254,20 +300,21 @@ def compare_dropout(kind: str, modules: Mapping[str, Any], device: torch.device)
     return {"dropout_spread": spreads[1] / spreads[0] - 1, "dropout_backward": unlike}
 
 
-def agrees(errors: Mapping[str, float]) -> bool:
+def agrees(kind: str, errors: Mapping[str, float]) -> bool:
+    logits, gradients = ERRORS[kind]
     limits = {
-        "logits": LOGIT_ERROR, "gradients": GRADIENT_ERROR,
-        "dropout_spread": DROPOUT_SPREAD, "dropout_backward": LOGIT_ERROR,
+        "logits": logits, "gradients": gradients,
+        "dropout_spread": DROPOUT_SPREAD, "dropout_backward": DROPPED_TWICE[kind],
     }  # fmt: skip
     # A NaN is no agreement.
-    return all(abs(errors[name]) <= limit for name, limit in limits.items())
+    return all(abs(error) <= limits[name] for name, error in errors.items())
 
 
 def choose_attention(
     wanted: str, modules: Mapping[str, Any], config: Mapping[str, Any], data: Data
 ) -> tuple[str, dict[str, float]]:
     """The first kind of attention that does what theirs does, and how nearly."""
-    kinds = list(ATTENTION) if wanted == "auto" else [wanted]
+    kinds = EXACT if wanted == "auto" else (wanted,)
     said = []
     for kind in kinds:
         try:
@@ -275,7 +322,7 @@ def choose_attention(
         except (RuntimeError, TypeError, AttributeError) as error:
             said.append(f"{kind}: {str(error).splitlines()[0]}")
         else:
-            if agrees(errors):
+            if agrees(kind, errors):
                 return kind, errors
             said.append(f"{kind}: {errors}")
         print(f"not taken, {said[-1]}", file=sys.stderr, flush=True)
@@ -358,7 +405,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="stop there; the schedule stays that of a whole run")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop training after so many, and test")
     parser.add_argument("--data", type=Path, help="folder of the prepared corpus, by default where mgk keeps it")
-    parser.add_argument("--attention", choices=("auto", *ATTENTION), default="auto", help="auto: packed if it agrees")
+    parser.add_argument(
+        "--attention", choices=("auto", *ATTENTION), default="auto", help="auto: packed if it agrees, else padded"
+    )
     parser.add_argument("--output", type=Path, help="by default in results/controls, named after the run")
     return parser.parse_args()
 
