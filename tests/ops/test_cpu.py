@@ -10,6 +10,7 @@ import torch
 import mgk
 from mgk.ops import cpu
 from mgk.ops.cpu import grid
+from mgk.ops.cpu.kept_weights import MOST_KEYS as MOST_KEPT
 from mgk.ops.cpu.memory import LARGEST_KEPT, workspace
 from mgk.ops.cpu.whole_rows import MOST_KEYS
 from mgk.ops.dispatch import choose_backend
@@ -107,15 +108,17 @@ def problem_of(query, key, value, dropout_p=0.0, **options):
     return make_problem(query, key, value, Mixture(**mixture), Visibility(**options), dropout_p)
 
 
-def test_calls_share_memory_but_not_numbers():
+@pytest.mark.parametrize("kind", ["one key", "two shifted"])
+def test_calls_share_memory_but_not_numbers(kind):
     """The workspace of one call is that of the next, also between the forward and the backward pass of one."""
-    inputs, _ = make("two shifted", batch=2)
+    inputs, _ = make(kind, batch=2)
     others, _ = make("two projected", batch=2)
     grad = torch.randn(2, 4, 21, 3)
     alone = results(inputs, grad, backend="cpu")
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in inputs.items()}
     out = mgk.mixture_attention(**leaves, backend="cpu")
     results(others, grad, backend="cpu")
+    results(make("one key", batch=2)[0], grad, backend="cpu")
     for _ in range(2):
         gradients = torch.autograd.grad(out, list(leaves.values()), grad, retain_graph=True)
         for name, gradient in zip(leaves, gradients, strict=True):
@@ -170,24 +173,32 @@ def ways(monkeypatch):
 
         monkeypatch.setattr(cpu, name, recorded)
 
-    for name in ("stock_forward", "forward_pass", "backward_of_rows", "backward_pass"):
+    for name in (
+        "Forward", "stock_forward", "forward_pass", "backward_with_weights", "backward_of_rows", "backward_pass"
+    ):  # fmt: skip
         record(name)
     return taken
 
 
-STOCK, TILES = "stock_forward", "forward_pass"
-ROWS_BACK, TILES_BACK = "backward_of_rows", "backward_pass"
+KEPT, STOCK, TILES = "Forward", "stock_forward", "forward_pass"
+KEPT_BACK, ROWS_BACK, TILES_BACK = "backward_with_weights", "backward_of_rows", "backward_pass"
 
 # Queries, keys, width of the values, causal, and the ways forward and backward. The head dimension is 5.
 WAYS = {
-    "one query and one key": (1, 1, 5, False, {STOCK, ROWS_BACK}),
-    "short": (21, 29, 5, False, {STOCK, ROWS_BACK}),
+    "one query and one key": (1, 1, 5, False, {KEPT, KEPT_BACK}),
+    "very short": (21, 29, 5, False, {KEPT, KEPT_BACK}),
+    "most keys that are kept": (9, MOST_KEPT, 5, False, {KEPT, KEPT_BACK}),
+    "short": (9, MOST_KEPT + 1, 5, False, {STOCK, ROWS_BACK}),
     "most keys of a whole row": (9, MOST_KEYS, 5, False, {STOCK, ROWS_BACK}),
     "one key more": (9, MOST_KEYS + 1, 5, False, {STOCK, TILES_BACK}),
-    "values of another width": (21, 29, 3, False, {TILES, TILES_BACK}),
-    "short, causal": (29, 29, 5, True, {STOCK, ROWS_BACK}),
+    "very short, values of another width": (21, 29, 3, False, {KEPT, KEPT_BACK}),
+    "values of another width": (21, MOST_KEPT + 1, 3, False, {TILES, TILES_BACK}),
+    "very short, causal": (29, 29, 5, True, {KEPT, KEPT_BACK}),
+    "short, causal": (MOST_KEPT + 1, MOST_KEPT + 1, 5, True, {STOCK, ROWS_BACK}),
     "long, causal": (MOST_KEYS + 1, MOST_KEYS + 1, 5, True, {STOCK, TILES_BACK}),
-    "causal from a cache": (21, 29, 5, True, {TILES, TILES_BACK}),
+    "very short, causal from a cache": (21, 29, 5, True, {KEPT, KEPT_BACK}),
+    "causal from a cache": (21, MOST_KEPT + 1, 5, True, {TILES, TILES_BACK}),
+    "causal before the first key": (29, 21, 5, True, {TILES, TILES_BACK}),
 }
 
 
@@ -195,7 +206,7 @@ WAYS = {
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("similarity", ["gaussian", "dot"])
 @pytest.mark.parametrize("case", WAYS)
-def test_one_key_takes_the_stock_kernel_and_agrees_with_the_reference(case, similarity, masked, offset, ways):
+def test_one_key_takes_the_shortest_way_and_agrees_with_the_reference(case, similarity, masked, offset, ways):
     queries, keys, width, is_causal, expected_ways = WAYS[case]
     inputs, _ = make("one key", torch.float64, queries=queries, keys=keys, value_dim=width)
     if similarity == "gaussian":
@@ -216,17 +227,39 @@ def test_one_key_takes_the_stock_kernel_and_agrees_with_the_reference(case, simi
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("length", [32, 64, MOST_KEYS + 44])
-def test_the_stock_kernel_keeps_the_digits_of_fp32(length, is_causal, ways):
+@pytest.mark.parametrize(("length", "way"), [(32, KEPT), (64, KEPT), (100, STOCK), (MOST_KEYS + 44, STOCK)])
+def test_one_key_keeps_the_digits_of_fp32(length, way, is_causal, ways):
     inputs, _ = make("one key", queries=length, keys=length, dim=32, value_dim=32)
     inputs = {name: tensor + 10.0 for name, tensor in inputs.items()}
     grad = torch.randn(3, 4, length, 32)
     got = results(inputs, grad, backend="cpu", is_causal=is_causal)
-    assert ways[0] == STOCK
+    assert ways[0] == way
     exact = {name: tensor.double() for name, tensor in inputs.items()}
     expected = results(exact, grad.double(), backend="reference", is_causal=is_causal)
     for name, tensor in expected.items():
         assert (got[name] - tensor).norm() <= (1e-6 if name == "out" else 1e-4) * tensor.norm(), name
+
+
+def test_without_gradients_nothing_is_kept_and_the_stock_kernel_is_taken(ways):
+    inputs, _ = make("one key", value_dim=5)
+    out = mgk.mixture_attention(**inputs, backend="cpu")
+    assert ways == [STOCK]
+    torch.testing.assert_close(out, results(inputs, torch.ones(3, 4, 21, 5), backend="cpu")["out"])
+
+
+@pytest.mark.parametrize("constant", ["a value", "zero", "a channel"])
+def test_constant_values_of_very_short_rows_come_back_exact(constant, ways):
+    inputs, _ = make("one key", value_dim=5)
+    if constant == "a channel":
+        inputs["value"][1, 0, :, 2] = 1000.0
+    else:
+        inputs["value"] = torch.full_like(inputs["value"], 0.0 if constant == "zero" else 0.1)
+    got = results(inputs, torch.randn(3, 4, 21, 5), backend="cpu")["out"]
+    assert ways[0] == KEPT
+    if constant == "a channel":
+        assert (got[1, :2, :, 2] == 1000.0).all()
+    else:
+        assert (got == inputs["value"][0, 0, 0, 0]).all()
 
 
 def test_the_stock_kernel_is_given_no_gaps_in_a_head(ways):

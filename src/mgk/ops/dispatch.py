@@ -83,7 +83,7 @@ if _HAS_TRITON:
     _BACKENDS["triton"] = fused
 
 # These have a first derivative that does not refuse a second one by itself.
-_FIRST_ORDER = ("chunked", "cpu", "sdpa")
+_FIRST_ORDER = ("chunked", "sdpa")
 
 
 def attend(problem: MixtureProblem, backend: str) -> Tensor:

@@ -22,7 +22,8 @@ Backward computes each tile again from the row normalisers. Four observations on
 ``grid.py`` says how a call is cut into tiles, ``block.py`` prepares the operands of some heads, ``passes.py`` walks
 through their tiles forward and backward, ``memory.py`` keeps what they work in. One key a position is plain softmax
 with a bias per key: ``stock.py`` leaves its forward pass to PyTorch's kernel, and where rows are short
-``whole_rows.py`` goes back through them with fewer operations than tiles need.
+``whole_rows.py`` goes back through them with fewer operations than tiles need. Of very short rows, where starting an
+operation takes longer than the arithmetic, ``kept_weights.py`` keeps the weights between the two passes.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from torch import Tensor
 from mgk.ops.autograd import NO_SECOND_ORDER
 from mgk.ops.cpu.block import LARGEST_LOG_RATIO, Block, Call, Inputs
 from mgk.ops.cpu.grid import Grid
+from mgk.ops.cpu.kept_weights import Forward, Kept, backward_with_weights, keeps_weights
 from mgk.ops.cpu.memory import workspace
 from mgk.ops.cpu.passes import backward_pass, forward_pass
 from mgk.ops.cpu.stock import is_served, stock_forward
@@ -68,9 +70,10 @@ def unsupported(problem: MixtureProblem) -> str | None:
 
 def attention(problem: MixtureProblem) -> Tensor:
     """``[B, H, Nq, Dv]``"""
-    dtype = problem.query.dtype
-    query, key, value = (x.to(problem.compute_dtype) for x in (problem.query, problem.key, problem.value))
-    problem = problem._replace(query=query, key=key, value=value)
+    dtype, compute_dtype = problem.query.dtype, problem.compute_dtype
+    if dtype != compute_dtype:
+        query, key, value = (x.to(compute_dtype) for x in (problem.query, problem.key, problem.value))
+        problem = problem._replace(query=query, key=key, value=value)
     if problem.shift is None or problem.num_components == 1:
         out = _attend(problem, shares_key=False)
     else:
@@ -80,9 +83,9 @@ def attention(problem: MixtureProblem) -> Tensor:
         elif bool(wide.all()):
             out = _attend(problem, shares_key=False)
         else:
-            rest = problem._replace(query=query.masked_fill(wide, 0.0))
+            rest = problem._replace(query=problem.query.masked_fill(wide, 0.0))
             out = torch.where(wide, _attend(problem, shares_key=False), _attend(rest, shares_key=True))
-    return out.to(dtype)
+    return out if dtype == compute_dtype else out.to(dtype)
 
 
 @torch.no_grad()
@@ -121,7 +124,6 @@ def _attend(problem: MixtureProblem, *, shares_key: bool) -> Tensor:
     query, key, value, dtype = problem.query, problem.key, problem.value, problem.query.dtype
     is_gaussian = problem.similarity == "gaussian"
     shift, log_prior = problem.shift, problem.log_prior if problem.num_components > 1 else None
-    first_value, common_value = _common_value(problem)
     # A row that sees one key alone is given its value: it must not learn of the others, not even in its last bit.
     may_see_one = problem.is_causal or problem.key_mask is not None or key.shape[3] == 1
     may_see_none = problem.key_mask is not None or (problem.is_causal and problem.causal_offset < 0)
@@ -131,14 +133,14 @@ def _attend(problem: MixtureProblem, *, shares_key: bool) -> Tensor:
         is_gaussian=is_gaussian,
         is_causal=problem.is_causal,
         shares_key=shares_key,
-        origin=_origin(problem) if is_gaussian else None,
+        origin=None,
         key_mask=problem.key_mask,
-        common_value=common_value,
+        common_value=None,
         is_blind=(visible == 0)[:, None, ..., None] if visible is not None and may_see_none else None,
     )
     single = None if visible is None else (visible == 1)[..., None]
     out: Tensor = _TiledAttention.apply(
-        call, single, first_value, query, key, value,
+        problem, call, single, query, key, value,
         None if shift is None else shift.to(dtype), None if log_prior is None else log_prior[..., 0].to(dtype),
     )  # fmt: skip
     return out
@@ -176,13 +178,27 @@ def _origin(problem: MixtureProblem) -> Tensor | None:
 
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, single: Tensor | None, first_value: Tensor, *tensors: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, problem: MixtureProblem, call: Call, single: Tensor | None, *tensors: Tensor | None
+    ) -> Tensor:
+        """``call`` measures from zero; whether the data has to be moved is found out here."""
         inputs = Inputs(*tensors)  # type: ignore[arg-type]
         batch, query_heads, queries, _ = inputs.query.shape
         heads, keys = inputs.key.shape[1], inputs.key.shape[3]
         grid = Grid(batch, heads, query_heads // heads, queries, keys, inputs.key.shape[-1], call.is_causal)
-        ctx.block, bias, ctx.has_whole_rows = None, None, False
-        if is_served(inputs, call):
+        ctx.block, bias, ctx.has_whole_rows, kept, normaliser = None, None, False, None, None
+        keeps = any(ctx.needs_input_grad) and keeps_weights(inputs, grid)
+        # Where all rows see all keys, these are asked after they have been copied.
+        forward = Forward(inputs, call, grid) if keeps and single is None and keys > 2 else None
+        first_value = None
+        if forward is None or not forward.is_around_zero(NEAR, CHANNEL_SPREAD):
+            forward = None
+            first_value, common_value = _common_value(problem)
+            call = call._replace(common_value=common_value, origin=_origin(problem) if call.is_gaussian else None)
+        if keeps:
+            forward = Forward(inputs, call, grid) if forward is None else forward
+            out, kept = forward()
+        elif is_served(inputs, call):
             out, normaliser, bias = stock_forward(inputs, call, grid.group)
             ctx.has_whole_rows = has_whole_rows(grid)
         else:
@@ -200,15 +216,22 @@ class _TiledAttention(torch.autograd.Function):
         if call.is_blind is not None:
             out.masked_fill_(call.is_blind[:, 0], 0.0)
         if single is not None:
+            assert first_value is not None
             torch.where(single, first_value.repeat_interleave(grid.group, dim=1), out, out=out)
-        ctx.save_for_backward(*tensors, None if ctx.has_whole_rows else out, normaliser, bias)
-        ctx.call, ctx.grid = call, grid
+        ctx.call, ctx.grid, ctx.keeps_weights = call, grid, kept is not None
+        if kept is None:
+            ctx.save_for_backward(*tensors, None if ctx.has_whole_rows else out, normaliser, bias)
+        else:
+            ctx.layouts = [(x.shape, x.is_contiguous()) for x in (inputs.query, inputs.key, inputs.value)]
+            ctx.save_for_backward(*kept)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # somebody wants to differentiate the gradients again
-            return None, None, None, *_FirstGradients.apply(ctx, *grads, *ctx.saved_tensors)
+            # Whatever was saved: gradients that look like constants would be wrong without a word.
+            anchor = grads[0].new_zeros((), requires_grad=True)
+            return None, None, None, *_FirstGradients.apply(ctx, anchor, *grads)
         return None, None, None, *_gradients(ctx, grads[0])
 
 
@@ -216,7 +239,7 @@ class _FirstGradients(torch.autograd.Function):
     """The gradients, which have no derivative of their own."""
 
     @staticmethod
-    def forward(ctx: Any, call: Any, grad_out: Tensor, *saved: Tensor | None) -> Inputs:
+    def forward(ctx: Any, call: Any, anchor: Tensor, grad_out: Tensor) -> Inputs:
         return _gradients(call, grad_out)
 
     @staticmethod
@@ -226,6 +249,12 @@ class _FirstGradients(torch.autograd.Function):
 
 def _gradients(ctx: Any, grad_out: Tensor) -> Inputs:
     """Gradients of all inputs, from what the forward pass has left in ``ctx``."""
+    if ctx.keeps_weights:
+        query, key, value = (_empty(grad_out, *layout) for layout in ctx.layouts)
+        gradient = Inputs(query, key, value, None, None)
+        backward_with_weights(Kept(*ctx.saved_tensors), ctx.call, ctx.grid, grad_out, gradient)
+        workspace.drop_large_arrays()
+        return gradient
     *tensors, out, normaliser, bias = ctx.saved_tensors
     inputs = Inputs(*tensors)
     gradient = Inputs(
@@ -244,3 +273,11 @@ def _gradients(ctx: Any, grad_out: Tensor) -> Inputs:
         backward_pass(block, grad_out, out, gradient)
     workspace.drop_large_arrays()
     return gradient
+
+
+def _empty(like: Tensor, shape: torch.Size, is_contiguous: bool) -> Tensor:
+    """Memory for a gradient ``[B, H, ..., N, D]``, in which the heads of a token lie beside each other if they did."""
+    if is_contiguous:
+        return like.new_empty(shape)
+    by_token = like.new_empty(shape[0], shape[-2], shape[1], shape[-1]).transpose(1, 2)
+    return by_token if len(shape) == 4 else by_token[:, :, None]

@@ -17,6 +17,7 @@ class Workspace(threading.local):
 
     def __init__(self) -> None:
         self._arrays: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._sizes: dict[tuple[str, torch.dtype], int] = {}
         # As they were last asked for: to make a view costs as much as a pass over a small array.
         self._views: dict[tuple[str, torch.dtype], Tensor] = {}
 
@@ -27,18 +28,17 @@ class Workspace(threading.local):
         if view is not None and view.shape == shape:
             return view
         size = math.prod(shape)
-        found = self._arrays.get(at)
-        if found is None or len(found) < size:
-            found = like.new_empty(size)
-            self._arrays[at] = found
-        self._views[at] = view = found[:size].view(shape)
+        if self._sizes.get(at, -1) < size:
+            self._arrays[at], self._sizes[at] = like.new_empty(size), size
+        self._views[at] = view = self._arrays[at][:size].view(shape)
         return view
 
     def drop_large_arrays(self) -> None:
         """Long sequences give their memory back: beside their work, new memory is cheap."""
-        large = [at for at, array in self._arrays.items() if len(array) > LARGEST_KEPT]
+        # To ask tensors how long they are would take a short call longer than a pass over its numbers.
+        large = [at for at, size in self._sizes.items() if size > LARGEST_KEPT]
         for at in large:
-            del self._arrays[at], self._views[at]
+            del self._arrays[at], self._sizes[at], self._views[at]
 
 
 workspace = Workspace()
