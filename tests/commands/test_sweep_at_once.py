@@ -40,7 +40,7 @@ def undisturbed(tmp_path_factory, cache):
 
 
 def curves_of(folder):
-    times = {"seconds", "tokens_per_second"}
+    times = {"seconds", "tokens_per_second", "validation_seconds"}
     return [{key: repr(value) for key, value in line.items() if key not in times} for line in read_curves(folder)]
 
 

@@ -47,6 +47,15 @@ def test_one_that_was_stopped_has_no_accuracy_and_says_so(tmp_path):
     page, lines = shown(tmp_path)
     assert lines["published", "2", "0"] == ("0 (stopped at 3,050)", "", "1 of 1", "2,000")
     assert any(note.startswith(f"controls/{path.name} was stopped at step 3,050") for note in page.notes)
+    # It is still wanted whole.
+    assert "2 heads with dropout 0," in page.missing[-1].what
+
+
+def test_one_that_was_stopped_on_the_plateau_does_not_count_as_staying_there(tmp_path):
+    write_control(tmp_path, 2, 0, 0, accuracy=0.17, steps=1700, complete=False)
+    assert shown(tmp_path)[1]["published", "2", "0"] == ("0 (stopped at 1,700)", "", "", "")
+    write_control(tmp_path, 2, 0, 1, accuracy=0.36, escape=4250)
+    assert shown(tmp_path)[1]["published", "2", "0"][2:] == ("1 of 1", "4,250")
 
 
 def test_another_corpus_is_noted(tmp_path):

@@ -32,7 +32,7 @@ from mgk.training.loop import CHECKPOINTS, Trainer
 from mgk.training.run import finish
 from mgk.training.tracking import METRICS, read_curves
 
-NOT_COMPARED = {"seconds", "tokens_per_second"}
+NOT_COMPARED = {"seconds", "tokens_per_second", "validation_seconds"}
 
 
 def curves_of(folder):

@@ -31,7 +31,7 @@ def test_a_run_writes_its_curves(corpus, tmp_path):
         (12, "valid"),
     ]
     assert lines[0].keys() == {"step", "kind", "loss", "lr", "tokens_per_second", "tokens", "seconds"}
-    assert lines[1].keys() == {"step", "kind", "accuracy", "loss", "count"}
+    assert lines[1].keys() == {"step", "kind", "accuracy", "loss", "count", "validation_seconds"}
     assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
 
 

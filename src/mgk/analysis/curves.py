@@ -14,7 +14,7 @@ from mgk.training.tracking import METRICS
 KINDS = {"train": "training", "valid": "validation"}
 
 # What is measured but is no learning curve.
-NOT_LEARNED = ("step", "kind", "count", "seconds", "tokens", "tokens_per_second", "gpu_gib")
+NOT_LEARNED = ("step", "kind", "count", "seconds", "tokens", "tokens_per_second", "gpu_gib", "validation_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)

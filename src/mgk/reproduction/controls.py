@@ -73,8 +73,8 @@ def notes_about(controls: Sequence[Control], fingerprints: set[str]) -> list[str
         fingerprints: of the data of our runs beside them.
     """
     notes = [
-        f"{each.file} was stopped at step {each.steps:,}: it counts among those that left the plateau or did not, and "
-        f"its accuracy does not count"
+        f"{each.file} was stopped at step {each.steps:,}: its accuracy does not count, and it counts among those that "
+        f"left the plateau only if it had left by then"
         for each in controls
         if not each.is_complete
     ]
@@ -85,8 +85,8 @@ def notes_about(controls: Sequence[Control], fingerprints: set[str]) -> list[str
 
 
 def find_missing_controls(controls: Sequence[Control], wanted: Sequence[tuple[int, float]]) -> list[Missing]:
-    """Those of which there is no run, by heads and dropout."""
-    present = {(each.heads, each.dropout) for each in controls}
+    """Those of which there is no whole run, by heads and dropout."""
+    present = {(each.heads, each.dropout) for each in controls if each.is_complete}
     absent = [each for each in wanted if each not in present]
     if not absent:
         return []

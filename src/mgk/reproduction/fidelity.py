@@ -127,7 +127,13 @@ def _controls(
     for heads, dropout, recipe, row in compared:
         own = [each for each in controls if (each.heads, each.dropout) == (heads, dropout)]
         tested = [ACCURACY.scale * each.accuracy for each in own if each.is_complete and each.accuracy is not None]
-        escapes = _left([each.curve for each in own], described["plateau"]) if own else ("", "")
+        # One that was stopped on the plateau may have left it later.
+        known = [
+            each.curve
+            for each in own
+            if each.is_complete or step_of_escape(each.curve, described["plateau"]) is not None
+        ]
+        escapes = _left(known, described["plateau"]) if known else ("", "")
         theirs = show(tested, ACCURACY.decimals) if tested else "" if own else NOT_RUN
         setting = (str(heads), f"{dropout:g}")
         seeds = [str(each.seed) if each.is_complete else f"{each.seed} (stopped at {each.steps:,})" for each in own]

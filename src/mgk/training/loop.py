@@ -153,13 +153,15 @@ class Trainer:
     def validate(self) -> dict[str, float]:
         """Try the model on the validation split, and keep it if it is the best so far."""
         self._settle()
+        begun = time.perf_counter()
         metrics = self.evaluate("valid")
+        took = time.perf_counter() - begun
         name = self.config.validation.metric
         score = -metrics[name] if name == "loss" else metrics[name]
         self.state.validated = self.state.step
         self._metric = f", validation {name} {metrics[name]:.4f}"
         if self._curves is not None:
-            self._curves.write(self.state.step, "valid", metrics)
+            self._curves.write(self.state.step, "valid", {**metrics, "validation_seconds": took})
         # One that is not a number is never the best.
         if score == score and (self.state.best is None or score > self.state.best):
             content = {**self._identity(), "metrics": metrics}
