@@ -7,8 +7,10 @@ compiled, and recorded as a graph; they take turns in one process, one call afte
 
     python benchmarks/host_time.py --output results/bench/host-h200.json      # a few minutes
     python benchmarks/host_time.py --preset smgk --tokens 128
+    python benchmarks/host_time.py --write results/bench/host-h200.json       # only the table of docs/kernels.md
 
-A defence stays in the library while the calls for which it is meant take 5 % longer without it.
+A defence stays in the library while the calls for which it is meant take 5 % longer without it. A step of generation
+is never replayed: with and without replays it is the same call, measured twice.
 """
 
 from __future__ import annotations
@@ -32,6 +34,15 @@ PRESETS = ("smgk", "mgk")
 BATCH, HEADS, HEAD_DIM = 8, 4, 64
 TOKENS, CACHE = (128, 256, 512), 1024
 WORTH = 0.05
+WORKS = ("training", "inference", "step")
+REPLAYED = ("training", "inference")
+TITLES = {
+    "replay": "without replays",
+    "launch": "and without our own launch",
+    "CUDA graph": "eager instead of recorded as a CUDA graph",
+}
+PAGE = Path(__file__).parent.parent / "docs" / "kernels.md"
+MARKERS = ("<!-- written by benchmarks/host_time.py -->", "<!-- end of what host_time.py wrote -->")
 EAGER, NO_REPLAY, NO_LAUNCH, COMPILED, RECORDED = "eager", "without replay", "Triton's launch", "compiled", "CUDA graph"
 WAYS = (EAGER, NO_REPLAY, NO_LAUNCH, COMPILED, RECORDED)
 EFFORT = Effort(rounds=21, seconds=2.0)
@@ -146,6 +157,8 @@ def gains(row: dict[str, Any]) -> dict[str, float]:
     """By what fraction a call takes longer without each of the defences that were measured."""
     times = row["us"]
     without = {"replay": (NO_REPLAY, EAGER), "launch": (NO_LAUNCH, NO_REPLAY), "CUDA graph": (EAGER, RECORDED)}
+    if row["work"] not in REPLAYED:
+        del without["replay"]
     return {
         defence: times[slow] / times[fast] - 1
         for defence, (slow, fast) in without.items()
@@ -168,13 +181,79 @@ def table(rows: Sequence[dict[str, Any]], ways: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def page_table(result: dict[str, Any]) -> str:
+    """What the docs say of a result: how many times as long calls take without each defence, and what follows."""
+    rows, versions = result["rows"], result["versions"]
+    presets = " and ".join(dict.fromkeys(f"`{row['preset']}`" for row in rows))
+    lengths = ", ".join(dict.fromkeys(str(row["tokens"]) for row in rows if row["work"] in REPLAYED))
+    twice = [row["us"][NO_REPLAY] / row["us"][EAGER] - 1 for row in rows if row["work"] not in REPLAYED]
+    lines = [
+        f"{result['device']}, torch {versions['torch']}, triton {versions['triton']}. From the least to the largest of "
+        f"{presets}, sequences of {lengths} tokens, a step with {CACHE:,} in the cache; bf16, batch {BATCH}, {HEADS} "
+        f"heads of {HEAD_DIM}.",
+        "",
+        "| | training | inference | a step of generation | decision |",
+        "|---|---|---|---|---|",
+        f"| eager, replayed where it can be | {' | '.join(eager_times(rows))} | |",
+    ]
+    for defence, title in TITLES.items():
+        decision = "it stays" if max(longer(rows, defence)) >= WORTH else "it goes"
+        cells = [
+            span([f"{1 + each:.2f}x" for each in sorted(longer(of_work(rows, work), defence))]) or "is not replayed"
+            for work in WORKS
+        ]
+        lines.append(f"| {title} | {' | '.join(cells)} | {decision} |")
+    compiled = [
+        span([f"{each:.2f}x" for each in sorted(row["us"][COMPILED] / row["us"][EAGER] for row in of_work(rows, work))])
+        for work in WORKS
+    ]
+    lines += [
+        f"| compiled instead of eager | {' | '.join(compiled)} | |",
+        "",
+        "A step was measured with and without the replays that it does not have, so the same call was measured twice: "
+        f"{max(map(abs, twice)):.0%} apart at most.".replace("%", " %"),
+    ]
+    return "\n".join(lines)
+
+
+def of_work(rows: Sequence[dict[str, Any]], work: str) -> list[dict[str, Any]]:
+    return [row for row in rows if row["work"] == work]
+
+
+def eager_times(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Of every kind of work, the least and the largest."""
+    times = [sorted(row["us"][EAGER] for row in of_work(rows, work)) for work in WORKS]
+    return [f"{span([f'{each:,.0f}' for each in own])} µs" for own in times]
+
+
+def longer(rows: Sequence[dict[str, Any]], defence: str) -> list[float]:
+    """What a defence brings, of the rows that have it."""
+    return [found[defence] for found in map(gains, rows) if defence in found]
+
+
+def span(texts: Sequence[str]) -> str:
+    """From the first to the last; nothing of nothing."""
+    return " to ".join(dict.fromkeys((texts[0], texts[-1]))) if texts else ""
+
+
+def write_page(result: dict[str, Any], page: Path = PAGE) -> None:
+    before, _, rest = page.read_text(encoding="utf-8").partition(MARKERS[0])
+    _, _, after = rest.partition(MARKERS[1])
+    text = f"{before}{MARKERS[0]}\n{page_table(result)}\n{MARKERS[1]}{after}"
+    page.write_text(text, encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", action="append", choices=PRESETS, help="again for more; default: all")
     parser.add_argument("--tokens", type=int, action="append", help="again for more; default: 128, 256, 512")
     parser.add_argument("--way", action="append", choices=WAYS, help="again for more; default: all")
     parser.add_argument("--output", type=Path, help="write the times there as JSON")
+    parser.add_argument("--write", type=Path, metavar="JSON", help=f"only make the table of {PAGE.name} of this result")
     arguments = parser.parse_args()
+    if arguments.write is not None:
+        write_page(json.loads(arguments.write.read_text(encoding="utf-8")))
+        return
     if not torch.cuda.is_available():
         parser.error("a GPU is expected, got a machine without one")
     device, ways = torch.device("cuda", torch.cuda.current_device()), arguments.way or WAYS

@@ -145,6 +145,13 @@ def test_what_is_made_of_a_result(measured):
     assert part == markdown.tables(result.read(folder / "attention-cpu.json"))
     assert re.search(r"^\| smgk \| sdpa \| 2 \| [\d.]+ \| [\d.]+x \| [\d.]+x \|", part, re.MULTILINE)
     assert "old" not in written.read_text()
+    written.write_text(text + text.replace("results/", "headline of results/"))
+    run("table", folder / "attention-cpu.json", "--page", written)
+    assert page.parts(written)["results/attention-cpu.json"] == part
+    headline = page.parts(written, headline=True)["results/attention-cpu.json"]
+    ratios = r"[\d.]+x / [\d.]+x \([\d.]+x / [\d.]+x\)"
+    assert re.search(rf"^\| `smgk` \| {ratios} \|$", headline, re.MULTILINE)
+    written.write_text(text)
     assert written.read_text().startswith("before\n")
     assert written.read_text().endswith("<!-- end -->\nafter\n")
     Path("other.md").write_text(text.replace("attention", "retrieval"))
@@ -169,3 +176,10 @@ def test_numbers_of_the_page_come_from_results():
     for file, text in parts.items():
         path = ROOT / file
         assert text == (markdown.tables(result.read(path)) if path.exists() else ""), f"run mgk bench table {file}"
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
+def test_the_headline_is_that_of_the_committed_run(name):
+    file = "results/bench/attention-h200.json"
+    expected = {file: markdown.headline(result.read(ROOT / file))}
+    assert page.parts(ROOT / name, headline=True) == expected, f"run mgk bench table {file} --page {name}"

@@ -1,16 +1,20 @@
 """To which kernel `auto` gives plain softmax: decided by a table, without a GPU."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
+from mgk.benchmark.softmax_choice import LEAST_GAIN
 from mgk.ops import dispatch, softmax_kernel
 from mgk.ops.dispatch import choose_backend
 from mgk.ops.problem import Mixture, Visibility
 from mgk.ops.softmax_kernel import Faster
 from mgk.ops.validation import make_problem
 
+ROOT = Path(__file__).parents[2]
+ARCHITECTURE = softmax_kernel.architecture
 TABLE = (
     Faster("sm90", torch.bfloat16, 32, False, False, tokens=128, queries=1024),
     Faster("sm90", torch.bfloat16, 64, True, True, tokens=256, queries=1024),
@@ -64,6 +68,38 @@ def test_everything_else_keeps_the_stock_kernels(other):
     assert backend(**other) == ("chunked" if "dropout_p" in other else "sdpa")
 
 
+def test_auto_takes_what_the_committed_run_found_faster(monkeypatch):
+    """At every shape and in both directions, and what docs/benchmarks.md says of it in words."""
+    run = json.loads((ROOT / "results" / "bench" / "attention-h200.json").read_text())
+    monkeypatch.setattr(softmax_kernel, "_table", softmax_kernel.read())
+    monkeypatch.setattr(softmax_kernel, "architecture", lambda index: run["architecture"])
+    chosen = {}
+    for own in run["baselines"]:
+        if "kernel" in own or own.get("sweep"):
+            continue
+        size = {name: own[name] for name in ("batch", "heads", "tokens", "head_dim", "causal", "dtype")}
+        stock = [each for each in run["baselines"] if "kernel" in each and size.items() <= each.items()]
+        for direction in ("forward", "training"):
+            best = min(each[f"{direction}_ms"] for each in stock)
+            is_ours = auto_at(size, needs_gradient=direction == "training") == "triton"
+            assert is_ours == (best >= LEAST_GAIN * own[f"{direction}_ms"]), (size, direction)
+            chosen[own["tokens"], own["head_dim"], direction] = is_ours
+            assert auto_at({**size, "tokens": own["tokens"] - 128}, needs_gradient=direction == "training") == "sdpa"
+    assert len(chosen) == 8
+    assert {key for key, is_ours in chosen.items() if not is_ours} == {
+        key for key in chosen if key[1:] in {(64, "training"), (128, "training")}
+    }
+
+
+def auto_at(size, *, needs_gradient):
+    """The backend of `auto` at a size of the JSON; one number stands for all of a tensor."""
+    zero = torch.zeros((), dtype=getattr(torch, size["dtype"]))
+    shape = size["batch"], size["heads"], size["tokens"], size["head_dim"]
+    query, key, value = (zero.expand(shape).requires_grad_(needs_gradient) for _ in range(3))
+    visibility = Visibility(is_causal=size["causal"])
+    return choose_backend(make_problem(query, key, value, Mixture(similarity="dot"), visibility), "auto")
+
+
 def test_a_gradient_that_nobody_takes_is_none():
     with torch.no_grad():
         assert backend(requires_grad=True) == "triton"
@@ -94,9 +130,12 @@ def test_the_choice_is_compiled_without_a_break(monkeypatch):
         return query + int(softmax_kernel.is_faster(problem))
 
     compiled = torch.compile(is_ours, backend="eager", fullgraph=True, dynamic=True)
-    monkeypatch.setattr(softmax_kernel, "architecture", torch.compiler.assume_constant_result(lambda index: "sm90"))
+    ARCHITECTURE.cache_clear()
+    monkeypatch.setattr(softmax_kernel, "architecture", ARCHITECTURE)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     for tokens, expected in ((512, 1), (640, 1), (64, 0), (512, 1)):
         assert compiled(torch.zeros(2, 4, tokens, 32, dtype=torch.bfloat16)).unique().tolist() == [expected]
+    ARCHITECTURE.cache_clear()
 
 
 def test_the_table_is_read_from_its_file(tmp_path):

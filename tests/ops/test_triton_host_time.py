@@ -1,6 +1,7 @@
 """The benchmark of the host's time leaves out what it says it leaves out. No kernel runs here."""
 
 import importlib
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from mgk.benchmark.timing import Effort, HostClock
 from mgk.ops.triton import launch, replay, tuning
 from mgk.ops.triton.kernels import forward
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture
 def host_time(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     return importlib.import_module("host_time")
 
 
@@ -92,6 +95,29 @@ def test_a_defence_that_brings_little_is_named(host_time):
     printed = host_time.table([row, {**row, "us": {**times, "without replay": 151.0}}], host_time.WAYS)
     assert "replay: at most +51.0%, stays" in printed
     assert "launch: at most +2.0%, brings less than 5%" in printed
+
+
+def test_the_page_has_the_committed_host_times(host_time, tmp_path, monkeypatch):
+    run = ROOT / "results" / "bench" / "host-h200.json"
+    text = host_time.PAGE.read_text()
+    table = host_time.page_table(json.loads(run.read_text()))
+    assert table in text, "run python benchmarks/host_time.py --write results/bench/host-h200.json"
+    page = tmp_path / "kernels.md"
+    page.write_text(text.replace(table, "| old |"))
+    monkeypatch.setattr(host_time.write_page, "__defaults__", (page,))
+    monkeypatch.setattr("sys.argv", ["host_time.py", "--write", str(run)])
+    host_time.main()
+    assert page.read_text() == text
+
+
+def test_the_page_says_what_the_host_times_say(host_time):
+    """All three stay; a step is not replayed; compiled alone, every call takes longer."""
+    rows = json.loads((ROOT / "results" / "bench" / "host-h200.json").read_text())["rows"]
+    for row in rows:
+        found = host_time.gains(row)
+        assert found.keys() == {"launch", "CUDA graph"} | ({"replay"} if row["work"] != "step" else set())
+        assert min(found.values()) > host_time.WORTH
+        assert row["us"][host_time.COMPILED] > row["us"][host_time.EAGER]
 
 
 def test_every_work_has_a_case(host_time):

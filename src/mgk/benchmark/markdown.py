@@ -7,21 +7,22 @@ from typing import Any
 
 from mgk.benchmark import cells
 from mgk.benchmark.contestants import FLEX
+from mgk.benchmark.parts import parts as parts_of
+from mgk.benchmark.shape import Shape
 from mgk.benchmark.yardstick import LACKS, PREDATES, Record, fastest, is_stock
 
 FASTEST_FIRST = ("triton", "sdpa", "chunked", "auto", "reference", "eager", FLEX)
+HEADLINE_PRESETS = ("smgk", "gaussian", "mgk")
+"""FlexAttention has these, too."""
 NO_FLEX = "FlexAttention, compiled, with the mixtures as its `score_mod`: not measured yet."
 
 
 def tables(result: Mapping[str, Any]) -> str:
     """Everything of the first shape; of the others the fastest stock kernels and our own, the best backend and
     FlexAttention."""
-    versions = result["versions"]
-    dtypes = ", ".join(dict.fromkeys(record["dtype"] for record in result["rows"]))
-    parts = [
-        f"{result['device']}, {dtypes}, torch {versions['torch']}, triton {versions['triton']}, "
-        f"{result['written'][:10]}."
-    ]
+    parts = [_circumstances(result)]
+    if "parts" in result:
+        parts.append(_calls(result))
     if not _has_yardstick(result):
         parts.append(PREDATES + LACKS[result["benchmark"]])
     if result["benchmark"] != "attention":
@@ -45,6 +46,70 @@ def tables(result: Mapping[str, Any]) -> str:
         ]
         parts += ["\n".join(reasons)] if reasons else []
     return "\n\n".join(parts)
+
+
+def headline(result: Mapping[str, Any]) -> str:
+    """Of mixtures, ours and in FlexAttention, the two ratios at every shape, `x` first."""
+    rows = [record for record in result["rows"] if not record.get("sweep")]
+    shapes = list(dict.fromkeys(map(Shape.of, rows)))
+    ours = next(backend for backend in FASTEST_FIRST if backend in {record["backend"] for record in rows})
+    lines = []
+    for preset in HEADLINE_PRESETS:
+        for backend, name in ((ours, f"`{preset}`"), (FLEX, f"`{preset}` in FlexAttention")):
+            own = {Shape.of(row): row for row in rows if (row["preset"], row["backend"]) == (preset, backend)}
+            if own:
+                lines.append([name, *(_both_ratios(own.get(shape)) for shape in shapes)])
+    # Heads and batch are in the full tables.
+    titles = [
+        f"{'causal' if shape.is_causal else 'full'}, {shape.tokens:,} tokens, head_dim {shape.head_dim}"
+        for shape in shapes
+    ]
+    return "\n\n".join([_circumstances(result), _table(["half the heads", *titles], lines)])
+
+
+def _both_ratios(row: Record | None) -> str:
+    """``x (x stock)``, forward / training."""
+    if row is None:
+        return ""
+    of_all, stock = (
+        " / ".join(cells.show_ratio(row.get(f"{direction}{end}")) or "-" for direction in ("forward", "training"))
+        for end in ("_ratio_of_all", "_ratio")
+    )
+    return f"{of_all} ({stock})"
+
+
+def _circumstances(result: Mapping[str, Any]) -> str:
+    """Where, with what and when."""
+    versions = result["versions"]
+    dtypes = ", ".join(dict.fromkeys(record["dtype"] for record in result["rows"]))
+    return (
+        f"{result['device']}, {dtypes}, torch {versions['torch']}, triton {versions['triton']}, "
+        f"{result['written'][:10]}."
+    )
+
+
+def _calls(result: Mapping[str, Any]) -> str:
+    """A sentence on a result that was measured in several calls."""
+    calls = parts_of(result)
+    shapes, lengths = ([call for call in calls if call[kind]] for kind in ("shapes", "lengths"))
+    if not lengths or any(call in shapes for call in lengths):
+        return f"Measured in {len(calls)} calls, begun {_moments(calls)}."
+    sentence = f"The shapes were measured in a call begun {_moments(shapes)}"
+    if len(shapes) > 1:
+        sentence = f"The shapes were measured in {len(shapes)} calls, begun {_moments(shapes)}"
+    is_earlier = max(call["written"] for call in lengths) < min(call["written"] for call in shapes)
+    backends = dict.fromkeys(backend for call in lengths for backend in call["config"]["backends"])
+    swept = [record for record in result["baselines"] if record.get("sweep")]
+    lacking = "" if any(not is_stock(record) for record in swept) else ", without softmax through our own kernel"
+    return (
+        f"{sentence}; the sweep over lengths is of {'an earlier' if is_earlier else 'another'} run, begun "
+        f"{_moments(lengths)}, through {', '.join(backends)}{lacking}."
+    )
+
+
+def _moments(calls: Iterable[Mapping[str, Any]]) -> str:
+    """The day and the minute at which each began, as the clock of ``written`` has them."""
+    return " and ".join(f"{call['written'][:16].replace('T', ' ')} UTC" for call in calls)
 
 
 def _has_yardstick(result: Mapping[str, Any]) -> bool:

@@ -4,6 +4,8 @@ Such a part stands between two comments, the first of which names the file it co
 
     <!-- results/bench/attention-h200.json, written by mgk bench table -->
     <!-- end -->
+
+A part that begins with ``<!-- headline of results/...`` holds the ratios alone.
 """
 
 from __future__ import annotations
@@ -12,24 +14,31 @@ import re
 from pathlib import Path
 
 PART = re.compile(
-    r"(?P<begin><!-- (?P<file>\S+\.json), written by mgk bench table -->\n)(?P<text>.*?)(?P<end><!-- end -->)",
+    r"(?P<begin><!-- (?P<headline>headline of )?(?P<file>\S+\.json), written by mgk bench table -->\n)"
+    r"(?P<text>.*?)(?P<end><!-- end -->)",
     re.DOTALL,
 )
 
 
-def parts(page: Path) -> dict[str, str]:
-    """What stands in each part, by the file that it names."""
-    return {match["file"]: match["text"].strip() for match in PART.finditer(page.read_text(encoding="utf-8"))}
+def parts(page: Path, *, headline: bool = False) -> dict[str, str]:
+    """What stands in each part of all tables, or in each with the headline, by the file that it names."""
+    return {match["file"]: match["text"].strip() for match in _matches(page) if bool(match["headline"]) == headline}
 
 
-def rewrite(page: Path, file: Path, text: str) -> None:
-    """Put ``text`` into the part of a page that names a file of this name, wherever it lies."""
-    known = parts(page)
-    if file.name not in (Path(name).name for name in known):
-        raise ValueError(f"{page} must have a part for {file.name}, got parts for {', '.join(known) or 'nothing'}")
+def rewrite(page: Path, file: Path, text: str, headline: str | None = None) -> None:
+    """Put ``text`` into the part of a page that names a file of this name, wherever it lies, and the headline into
+    the part for that. The page has either of them, or both."""
+    named = [Path(match["file"]).name for match in _matches(page)]
+    if file.name not in named:
+        raise ValueError(f"{page} must have a part for {file.name}, got parts for {', '.join(named) or 'nothing'}")
 
     def replaced(match: re.Match[str]) -> str:
-        is_meant = Path(match["file"]).name == file.name
-        return f"{match['begin']}\n{text}\n\n{match['end']}" if is_meant else match[0]
+        filling = headline if match["headline"] else text
+        is_meant = Path(match["file"]).name == file.name and filling is not None
+        return f"{match['begin']}\n{filling}\n\n{match['end']}" if is_meant else match[0]
 
     page.write_text(PART.sub(replaced, page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def _matches(page: Path) -> list[re.Match[str]]:
+    return list(PART.finditer(page.read_text(encoding="utf-8")))

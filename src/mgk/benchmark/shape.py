@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,20 @@ class Shape:
             raise ValueError(f"--shape must look like 32,8,4096,64 or 32,8,4096,64,causal, got {text!r}")
         batch, heads, tokens, head_dim = map(int, sizes)
         return cls(batch=batch, heads=heads, tokens=tokens, head_dim=head_dim, is_causal=last == "causal")
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Shape:
+        """That of a record of the JSON."""
+        return cls(
+            batch=record["batch"], heads=record.get("baseline_heads", record["heads"]), tokens=record["tokens"],
+            head_dim=record["head_dim"], is_causal=record["causal"],
+        )  # fmt: skip
+
+    @property
+    def option(self) -> str:
+        """As :meth:`parse` reads it."""
+        sizes = f"{self.batch},{self.heads},{self.tokens},{self.head_dim}"
+        return f"{sizes},causal" if self.is_causal else sizes
 
     @property
     def mixture_heads(self) -> int:

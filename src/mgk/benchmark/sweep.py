@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from mgk.benchmark.attention import Comparison, compare
@@ -27,14 +27,18 @@ def sweep(
     effort: Effort,
     *,
     report: Callable[[Shape], Report] = lambda shape: no_report,
+    known: Mapping[Shape, Comparison] | None = None,
 ) -> Iterator[Comparison]:
     """Compare at each length, from short to long. Its records say ``"sweep": true``.
 
     Who is left out at one length is not tried at the next, nor is who would take longer than ``effort.slowest``.
-    ``report`` is asked for a report at each length.
+    ``report`` is asked for a report at each length. What an earlier call has measured is ``known`` and not yielded.
     """
     present = list(contestants)
     for shape in shapes:
+        if known is not None and shape in known:
+            present = _without_the_slow(present, known[shape], effort.slowest)
+            continue
         found = compare(shape, present, judge, effort, report=report(shape))
         present = _without_the_slow(present, found, effort.slowest)
         for records in (found.baselines, found.rows, found.failures, found.skipped):

@@ -50,6 +50,12 @@ def attention(
         bool | None, typer.Option("--sweep/--no-sweep", help="Go through the lengths as well; --quick does not.")
     ] = None,
     output: Output = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on with the result at --output, if any: measure shapes and lengths it lacks."
+        ),
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw time and memory against the length into this file.")] = None,
     device: Device = "auto",
 ) -> None:
@@ -57,7 +63,7 @@ def attention(
 
     Each is compared with fp64 first. One that is wrong gets no number, and the command ends with status 1.
     """
-    from mgk.benchmark import result, table
+    from mgk.benchmark import parts, result, table
     from mgk.benchmark.attention import compare
     from mgk.benchmark.contestants import baselines, mixtures, own_softmax
     from mgk.benchmark.correctness import Judge
@@ -75,34 +81,43 @@ def attention(
     path = _default_output("attention", where, quick) if output is None else output
     judge = Judge(plan.dtype, where)
     found = result.begin("attention", where, {**plan.facts(), "quick": quick})
+    earlier = parts.earlier_part(path, found) if resume else None
+    known, known_lengths = ({} if earlier is None else parts.measured(earlier, sweep=each) for each in (False, True))
     console, heard = _console(), set[str]()
+
+    def keep(comparison: Comparison) -> None:
+        """After every shape: what is measured stays, whatever becomes of the rest."""
+        result.add(found, comparison)
+        write(path, joined())
+
+    def joined() -> dict[str, Any]:
+        return found if earlier is None else parts.join([earlier, found])
+
     contestants = [*baselines(where), own_softmax(where), *mixtures(plan.presets, plan.backends)]
-    for shape in plan.shapes:
+    for shape in parts.missing(plan.shapes, known):
         with _display() as display:
             comparison = compare(shape, contestants, judge, plan.effort, report=_follow(display, str(shape)))
-        result.add(found, comparison)
-        # After every shape: what is measured stays, whatever becomes of the rest.
-        write(path, found)
+        keep(comparison)
         console.print(table.attention_table(comparison))
         _say_notes(console, comparison, heard)
-    if plan.lengths:
+    if parts.missing(plan.lengths, known_lengths):
         swept = mixtures(plan.swept_presets, plan.swept_backends)
         contestants = [*baselines(where), own_softmax(where), *swept]
         comparisons = []
         with _display() as display:
             for comparison in compare_lengths(
-                plan.lengths, contestants, judge, plan.effort, report=lambda shape: _follow(display, str(shape))
-            ):
+                plan.lengths, contestants, judge, plan.effort, report=lambda shape: _follow(display, str(shape)),
+                known=known_lengths,
+            ):  # fmt: skip
                 comparisons.append(comparison)
-                result.add(found, comparison)
-                write(path, found)
-        console.print(table.sweep_table(found["rows"]))
+                keep(comparison)
+        console.print(table.sweep_table(joined()["rows"]))
         for comparison in comparisons:
             _say_notes(console, comparison, heard)
     if plot is not None:
-        draw(found, plot)
+        draw(joined(), plot)
         typer.echo(f"{plot}")
-    _end(found, path)
+    _end(joined(), path)
 
 
 @app.command()
@@ -311,17 +326,41 @@ def plot(
     typer.echo(f"{picture}")
 
 
+@app.command("merge")
+def write_merged(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Results of mgk bench attention.")],
+    output: Annotated[Path, typer.Option(help="The joined JSON.")],
+    sweep: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Another one, of which the sweep over lengths is taken alone.")
+    ] = None,
+) -> None:
+    """Join results of mgk bench attention that were measured in several calls.
+
+    They must be of one device, one dtype and the same versions, and no shape may be in two of them. The result says of
+    every call when it began, how it was configured and what it measured.
+    """
+    from mgk.benchmark import parts
+    from mgk.training.result import write
+
+    found = [parts.read_attention(file) for file in files]
+    if sweep is not None:
+        found.append(parts.only_lengths(parts.read_attention(sweep)))
+    write(output, parts.join(found))
+    typer.echo(f"{output}")
+
+
 @app.command("table")
 def write_table(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON of a benchmark.")],
     page: Annotated[Path, typer.Option(help="The page that has a part for this file.")] = PAGE,
 ) -> None:
-    """Write the tables of a result into the docs, between the two comments that name its file."""
+    """Write the tables of a result into the docs, between the two comments that name its file, and its headline."""
     from mgk.benchmark import result
-    from mgk.benchmark.markdown import tables
+    from mgk.benchmark.markdown import headline, tables
     from mgk.benchmark.page import rewrite
 
-    rewrite(page, file, tables(result.read(file)))
+    found = result.read(file)
+    rewrite(page, file, tables(found), headline(found) if found["benchmark"] == "attention" else None)
     typer.echo(f"{page}")
 
 

@@ -6,6 +6,7 @@ call that is not like a measured one keeps the stock kernels.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,6 +98,9 @@ def ignored() -> Iterator[None]:
         _table = before
 
 
+# Asked at every call of plain softmax: a compiler need not look inside, nor the host ask the GPU again.
+@torch.compiler.assume_constant_result
+@functools.cache
 def architecture(index: int) -> str:
     """Of a GPU by its number, such as ``sm90``."""
     major, minor = torch.cuda.get_device_capability(index)
