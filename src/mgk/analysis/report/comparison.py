@@ -199,7 +199,8 @@ def _curves(run: Run) -> dict[str, list[tuple[float, float]]]:
             names = {"loss": "training loss"}
         else:
             # Perplexity and bits are the loss in other words.
-            hidden = {"step", "kind", "count", "bits_per_token", "validation_seconds", *(["loss"] if "perplexity" in line else [])}
+            hidden = {"step", "kind", "count", "bits_per_token", "validation_seconds"}
+            hidden |= {"loss"} if "perplexity" in line else set()
             names = {key: f"validation {key}" for key in line if key not in hidden}
         for key, name in names.items():
             if key in line:
