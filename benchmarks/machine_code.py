@@ -201,7 +201,7 @@ def main() -> None:
         arguments.into.write_text(json.dumps(compiled(arguments.only)))
         return
     if arguments.write:
-        revision = arguments.against or "the working tree"
+        revision = arguments.against or _working_tree()
         found = compiled_at(revision, arguments.only) if arguments.against else compiled(arguments.only)
         write(found, revision, arguments.only)
         return
@@ -236,14 +236,32 @@ def write(found: dict[str, Code], revision: str, pattern: str) -> None:
     kept = json.loads(FINGERPRINTS.read_text())
     others = kept["kernels"] if pattern else {}
     untimed = {name: each for name, each in kept["untimed"].items() if name not in found}
+    renewed = {**kept.get("renewed", {}), **dict.fromkeys(found, revision)} if pattern else {}
     kernels = {name: each for name, each in others.items() if not re.search(pattern, name)}
     kernels |= {name: code.fingerprint() for name, code in found.items()}
     lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(kernels[name])}" for name in sorted(kernels))
-    facts = f'  "revision": {json.dumps(revision)},\n  "versions": {json.dumps(versions())}'
-    waiting = ",\n".join(f"    {json.dumps(name)}: {json.dumps(untimed[name])}" for name in sorted(untimed))
-    waiting = f"{{\n{waiting}\n  }}" if untimed else "{}"
-    FINGERPRINTS.write_text(f'{{\n{facts},\n  "untimed": {waiting},\n  "kernels": {{\n{lines}\n  }}\n}}\n')
+    # Where only some are renewed, the others are still those of the revision of before.
+    facts = f'  "revision": {json.dumps(kept["revision"] if pattern else revision)},\n'
+    facts += f'  "versions": {json.dumps(versions())}'
+    FINGERPRINTS.write_text(
+        f'{{\n{facts},\n  "untimed": {_by_name(untimed)},\n  "renewed": {_by_name(renewed)},\n'
+        f'  "kernels": {{\n{lines}\n  }}\n}}\n'
+    )
     print(f"{len(found)} fingerprints written to {FINGERPRINTS.name}")
+
+
+def _by_name(entries: dict[str, Any]) -> str:
+    """An object of JSON with a line for each entry."""
+    lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(entries[name])}" for name in sorted(entries))
+    return f"{{\n{lines}\n  }}" if entries else "{}"
+
+
+def _working_tree() -> str:
+    """The commit that is checked out, if the library is as it says."""
+    git = ["git", "-C", str(ROOT)]
+    changed = subprocess.run([*git, "status", "--porcelain", "src"], capture_output=True, text=True, check=True).stdout
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
+    return "the working tree" if changed else head.strip()
 
 
 if __name__ == "__main__":

@@ -127,3 +127,24 @@ def test_every_kernel_has_the_machine_code_that_was_measured():
     assert done.returncode == 0, done.stdout + done.stderr
     kept = json.loads((ROOT / "benchmarks" / "machine_code.json").read_text())["kernels"]
     assert f"{len(kept)} specialisations" in done.stdout
+
+
+def test_fingerprints_of_some_are_renewed(benchmarks, tmp_path, monkeypatch):
+    guard = benchmarks("machine_code")
+    file = tmp_path / "machine_code.json"
+    old = {"instructions": 1, "shared": 0, "warps": 4, "sha256": "0"}
+    content = {
+        "revision": "abc", "versions": {}, "untimed": {"f": {"sha256": "1", "why": "registers"}, "g": {}},
+        "kernels": {"f": old, "g": old},
+    }  # fmt: skip
+    file.write_text(json.dumps(content))
+    monkeypatch.setattr(guard, "FINGERPRINTS", file)
+    code = guard.Code(["FADD R3", "EXIT"], 128, 8)
+    guard.write({"f": code}, "def", "^f")
+    found = json.loads(file.read_text())
+    # The other one is still that of the revision of before, and still waits for its time.
+    assert (found["revision"], found["renewed"], found["untimed"]) == ("abc", {"f": "def"}, {"g": {}})
+    assert found["kernels"] == {"f": code.fingerprint(), "g": old}
+    guard.write({"f": code, "g": code}, "fed", "")
+    found = json.loads(file.read_text())
+    assert (found["revision"], found["renewed"], found["untimed"]) == ("fed", {}, {})
