@@ -1,5 +1,6 @@
 """Settings that hold for every test."""
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,22 @@ from cases import DEVICE
 
 # Two workers share two cores.
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="I/N", help="only part I, from 0 on, of N: tests/on_gpu.py runs all at once")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Parts by name, so that every process finds the same ones."""
+    if (part := config.getoption("--part")) is None:
+        return
+    number, count = map(int, part.split("/"))
+    if not 0 <= number < count:
+        raise pytest.UsageError(f"--part must be I/N with 0 <= I < N, got {part}")
+    mine = [item for item in items if zlib.crc32(item.nodeid.encode()) % count == number]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(mine)])
+    items[:] = mine
 
 
 @pytest.fixture
