@@ -7,7 +7,8 @@ of this Python and, if asked, of others::
     python benchmarks/compile_everywhere.py --only softmax --architecture 90
     python benchmarks/compile_everywhere.py --python newer/bin/python --write   # and into docs/kernels.md
 
-The other needs torch beside its Triton, and nothing else; the library is the one beside this file.
+The other needs torch beside its Triton, and nothing else; the library is the one beside this file. What is on record of
+versions and architectures that are not asked for stays there.
 """
 
 from __future__ import annotations
@@ -113,7 +114,19 @@ def table(results: Outcome) -> str:
     return f"Specialisations: {', '.join(counts)}.\n\n" + "\n".join(lines)
 
 
+def with_kept(kept: Outcome, results: Outcome) -> Outcome:
+    """What has been compiled now, and of what has not what is on record."""
+    versions: dict[str, Any] = {}
+    for found in (kept["versions"], results["versions"]):
+        for version, kernels in found.items():
+            for kernel, columns in kernels.items():
+                versions.setdefault(version, {}).setdefault(kernel, {}).update(columns)
+    return {"versions": dict(sorted(versions.items()))}
+
+
 def write(results: Outcome) -> None:
+    if RESULTS.is_file():
+        results = with_kept(json.loads(RESULTS.read_text()), results)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     before, _, rest = PAGE.read_text().partition(MARKERS[0])
     _, _, after = rest.partition(MARKERS[1])

@@ -84,10 +84,21 @@ def test_the_table_of_versions_is_what_was_compiled(monkeypatch):
     command = importlib.import_module("compile_everywhere")
     results = json.loads(command.RESULTS.read_text())
     assert command.table(results) in command.PAGE.read_text(), "run benchmarks/compile_everywhere.py --write"
+
     # The newest of which the library takes it for granted; the oldest is what the other tests compile with.
     versions = {tuple(int(part) for part in name.split(".")[:2]): each for name, each in results["versions"].items()}
     wide = versions[tuning.SPECIALISED_VERSIONS[1]]["attention_forward_wide"]["sm90"]
     assert wide["compiled"] == wide["of"] > 0
+
+
+def test_what_is_not_compiled_again_stays_on_record(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    command = importlib.import_module("compile_everywhere")
+    kept = {"versions": {"3.9": {"f": {"sm80": 1}}, "3.6": {"f": {"sm80": 2, "sm90": 3}, "g": {"sm80": 4}}}}
+    found = {"versions": {"3.6": {"f": {"sm90": 5, "sm100": 6}}}}
+    assert command.with_kept(kept, found) == {
+        "versions": {"3.6": {"f": {"sm80": 2, "sm90": 5, "sm100": 6}, "g": {"sm80": 4}}, "3.9": {"f": {"sm80": 1}}}
+    }
 
 
 def everywhere(*arguments):
