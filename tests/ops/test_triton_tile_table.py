@@ -16,7 +16,7 @@ ARCHITECTURES = ("sm80", "sm89", "sm90", "sm100", "sm120")
 KERNELS = [
     Kernel(*each)
     for each in itertools.product(
-        ("forward", "key_value", "query", "repair"), (16, 32, 64, 128, 256), (2, 4), KINDS, *[(True, False)] * 4
+        ("forward", "key_value", "query", "repair", "responsibilities"), (16, 32, 64, 128, 256), (2, 4), KINDS, *[(True, False)] * 4
     )
 ]
 
@@ -53,6 +53,21 @@ def test_a_row_of_the_table_is_reached():
 )
 def test_cases_come_before_the_rest(kernel, tile):
     assert tile_table.attention_tile(Kernel(*kernel), "sm90")[:5] == tile
+
+
+def test_what_triton_cannot_compile_for_blackwell_has_other_tiles():
+    """``benchmarks/compile_everywhere.py`` compiles them; the E-step elsewhere has the tile of the query's gradient."""
+    for kernel in KERNELS:
+        if kernel.name == "responsibilities":
+            usual = tile_table.attention_tile(kernel._replace(name="query"), "sm90")
+            assert tile_table.attention_tile(kernel, "sm90") == usual
+            assert tile_table.attention_tile(kernel, "sm100").rows == 32
+    for name, width, is_causal in itertools.product(("states", "reverse states"), (16, 64, 128), (False, True)):
+        stages = [
+            tile_table.linear_tile(name, width, 2, is_causal, True, architecture).stages
+            for architecture in ("sm80", "sm100")
+        ]
+        assert stages[0] > stages[1] == 1
 
 
 def test_a_measured_architecture_has_a_table_of_its_own(monkeypatch):

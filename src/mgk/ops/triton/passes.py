@@ -337,7 +337,7 @@ def responsibility_pass(tensors: Tensors, options: Options) -> Tensor:
     query_mask = None if tensors.query_mask is None else tensors.query_mask.contiguous()
     with on_device(tensors.query):
         call = Call(tensors._replace(query_mask=None), options)
-        tile = call.tile("query")
+        tile = call.tile("responsibilities")
         blocks = count_blocks(call.queries, tile.rows)
         sums = call.new(blocks * call.batch * call.heads, 8)
         launch(

@@ -42,7 +42,8 @@ class Kernel(NamedTuple):
     """What the tile of a kernel of softmax attention is chosen by."""
 
     name: str
-    """``"forward"``, ``"key_value"``, ``"query"``, or ``"repair"`` for the rare rows that are attended again"""
+    """``"forward"``, ``"key_value"``, ``"query"``, ``"responsibilities"``, or ``"repair"`` for the rare rows that are
+    attended again"""
     width: int
     """the larger of D and Dv, rounded up to a power of two"""
     element_size: int
@@ -167,10 +168,25 @@ def _without_direct(narrow: Tile, middle: Tile, wide: Tile) -> Row:
     return narrow._replace(direct=False), middle._replace(direct=False), wide._replace(direct=False)
 
 
-TABLES = {"sm90": HOPPER}
-"""By architecture."""
 UNMEASURED = _without_hoppers_own(HOPPER)
-"""For every other architecture."""
+"""For every architecture without a table of its own."""
+
+
+def _not_pipelined(row: Row) -> Row:
+    narrow, middle, wide = row
+    return narrow._replace(stages=1), middle._replace(stages=1), wide._replace(stages=1)
+
+
+# Not measured either. Triton 3.6 cannot pipeline these loops there: it does not know what to do with inline assembly.
+BLACKWELL = UNMEASURED._replace(
+    linear={
+        key: _not_pipelined(row) if key[0] in ("states", "reverse states") else row
+        for key, row in UNMEASURED.linear.items()
+    }
+)
+
+TABLES = {"sm90": HOPPER, "sm100": BLACKWELL, "sm103": BLACKWELL}
+"""By architecture."""
 
 
 def table_of(architecture: str) -> Table:
@@ -186,6 +202,11 @@ def attention_tile(kernel: Kernel, architecture: str) -> Tile:
         return Tile(32, 32, 4, 1 if kernel.width > 64 else 2)
     if kernel.name == "repair":
         return Tile(64, 32, 4, 2)
+    if kernel.name == "responsibilities":
+        if table_of(architecture) is BLACKWELL:
+            # With 64 rows its sums are in tensor memory, and Triton 3.6 fails over them.
+            return Tile(32, 64, 4, 2)
+        kernel = kernel._replace(name="query")
     table = table_of(architecture)
     if kernel.name == "forward" and kernel.width == 128 and kernel.fits_specialised:
         tile = table.specialised.get(kernel.kind)
