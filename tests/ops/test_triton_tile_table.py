@@ -16,7 +16,11 @@ ARCHITECTURES = ("sm80", "sm89", "sm90", "sm100", "sm120")
 KERNELS = [
     Kernel(*each)
     for each in itertools.product(
-        ("forward", "key_value", "query", "repair", "responsibilities"), (16, 32, 64, 128, 256), (2, 4), KINDS, *[(True, False)] * 4
+        ("forward", "key_value", "query", "repair", "responsibilities"),
+        (16, 32, 64, 128, 256),
+        (2, 4),
+        KINDS,
+        *[(True, False)] * 4,
     )
 ]
 
