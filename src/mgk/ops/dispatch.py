@@ -81,6 +81,8 @@ class PackedBackend(StatisticsBackend, Protocol):
 _BACKENDS: dict[str, Backend] = {"reference": reference, "chunked": chunked, "cpu": cpu, "sdpa": sdpa}
 if _HAS_TRITON:
     _BACKENDS["triton"] = fused
+    # Not where it is defined: to say so imports the compiler, and a CPU has no use for it.
+    torch.compiler.assume_constant_result(softmax_kernel.architecture)
 
 # These have a first derivative that does not refuse a second one by itself.
 _FIRST_ORDER = ("chunked", "sdpa")

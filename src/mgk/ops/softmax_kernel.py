@@ -98,8 +98,7 @@ def ignored() -> Iterator[None]:
         _table = before
 
 
-# Asked at every call of plain softmax: a compiler need not look inside, nor the host ask the GPU again.
-@torch.compiler.assume_constant_result
+# Asked at every call of plain softmax. To a compiler it is a constant: ``dispatch.py`` says so where there is a GPU.
 @functools.cache
 def architecture(index: int) -> str:
     """Of a GPU by its number, such as ``sm90``."""
