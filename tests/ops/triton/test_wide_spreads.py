@@ -272,9 +272,9 @@ def test_far_blocks_and_near_blocks_alternate(kind, dtype, device):
     inputs["key"] += height[:, None].to(dtype)
     inputs["query"] += height.flip(0)[:, None].to(dtype)
     if dtype == FLOAT32:
-        # Logits near 500 leave fp32 four digits behind the point. The gradient of a query of two keys has lost
-        # one more than in the other backends; how much depends on the order in which a machine's products sum up.
-        check(inputs, scale=30)
+        # Logits near 500 leave fp32 four digits behind the point. With two projected keys the gradient of a query loses
+        # more than in the other backends; how much depends on the order in which a machine's products sum up.
+        check(inputs, scale=30 if kind == "projected" else 20)
     else:
         check_rows(inputs, 1e-4)
 

@@ -26,7 +26,7 @@ def running_service() -> Path | None:
     try:
         os.kill(int((folder / f"{PROGRAM}.pid").read_text()), 0)
     except PermissionError:
-        return folder  # it runs, and belongs to another user
+        return folder  # It runs, and belongs to another user.
     except (OSError, ValueError):
         return None
     return folder
