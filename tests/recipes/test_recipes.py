@@ -21,6 +21,10 @@ from mgk.training.configuration import differences, to_mapping
 from mgk.training.resolved_model import conversion_options
 
 CONVERSIONS = ["smollm2", "smollm2-distilled"]
+PRECISIONS = {
+    "lra/listops-fp16": "fp16", "lra/listops-fp32": "fp32", "lra/listops-published": "fp16",
+    "lra/listops-unpacked": "bf16",
+}  # fmt: skip
 LINEAR = [name for name in names() if name.endswith("-linear")]
 
 # Heads of the baseline, of whose half the paper's claim is, and what all rows of the comparison share.
@@ -43,7 +47,7 @@ def test_every_recipe_cites_sources_and_fits_its_corpus(name):
     config = recipe.config()
     assert config.name == name
     assert config.seed == 0
-    assert config.training.precision == {"lra/listops-fp32": "fp32", "lra/listops-unpacked": "bf16"}.get(name, "auto")
+    assert config.training.precision == PRECISIONS.get(name, "auto")
     kind = KINDS[config.data.corpus]
     assert kind.task == config.task
     check_options(kind.name, config.data.options, kind.options)
@@ -97,7 +101,8 @@ def test_a_variant_differs_in_what_it_says_and_has_rows_to_compare(name):
     groups = {tuple(path.partition(".")[::2]) for path in found}
     points = (
         {"activation_dropout"}, {"dropout", "attention_dropout", "activation_dropout"}, {"pooling"},
-        {"shift_init_std"}, {"shift_init", "shift_init_std"}, {"pack", "precision"},
+        {"shift_init_std"}, {"shift_init", "shift_init_std"}, {"pack", "precision"}, {"precision"},
+        {"pooling", "precision"},
     )  # fmt: skip
     assert {key for _, key in groups} in points
     assert {group for group, _ in groups} <= {"model", "data", "training"}
