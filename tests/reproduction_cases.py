@@ -9,7 +9,7 @@ import zlib
 
 from mgk import recipes
 from mgk.evaluation import pack_items
-from mgk.reproduction.fidelity import fidelity
+from mgk.reproduction.published_code import fidelity
 from mgk.reproduction.results import run_name
 from mgk.reproduction.stand_ins import STAND_INS
 from mgk.training import result

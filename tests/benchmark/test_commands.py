@@ -149,8 +149,7 @@ def test_what_is_made_of_a_result(measured):
     run("table", folder / "attention-cpu.json", "--page", written)
     assert page.parts(written)["results/attention-cpu.json"] == part
     headline = page.parts(written, headline=True)["results/attention-cpu.json"]
-    ratios = r"[\d.]+x / [\d.]+x \([\d.]+x / [\d.]+x\)"
-    assert re.search(rf"^\| `smgk` \| {ratios} \|$", headline, re.MULTILINE)
+    assert re.search(r"^\| `smgk` \| [\d.]+x / [\d.]+x \|$", headline, re.MULTILINE)
     written.write_text(text)
     assert written.read_text().startswith("before\n")
     assert written.read_text().endswith("<!-- end -->\nafter\n")

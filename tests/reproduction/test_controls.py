@@ -1,10 +1,13 @@
 """Runs of the published code, and how the page about fidelity shows them."""
 
+import re
+
 import pytest
 from reproduction_cases import write_control, write_escape, write_run
 
 from mgk.reproduction.controls import SCRIPT, read_controls
-from mgk.reproduction.fidelity import NOT_RUN, fidelity, fidelity_page
+from mgk.reproduction.fidelity import fidelity_page
+from mgk.reproduction.published_code import NOT_RUN, fidelity, runs, sentences
 from mgk.reproduction.results import read_results
 from mgk.training import result
 
@@ -73,3 +76,32 @@ def test_a_damaged_one_is_named(tmp_path, field):
     result.write(path, content)
     with pytest.raises(ValueError, match=r"seed-0\.json must be a result of benchmarks/published_control\.py"):
         read_controls(tmp_path)
+
+
+def write_both(folder, theirs, ours):
+    """Runs with 2 and with 8 heads, of the published code and ours, that leave at these steps."""
+    for heads in (2, 8):
+        for seed, step in enumerate(theirs):
+            write_control(folder, heads, 0.1, seed, accuracy=0.36, escape=step)
+        for seed, step in enumerate(ours):
+            write_run(folder, "lra/listops", f"softmax-{heads}", seed, accuracy=0.37)
+            write_escape(folder, "lra/listops", f"softmax-{heads}", seed, step)
+
+
+def test_whether_the_published_code_leaves_earlier(tmp_path):
+    assert sentences([], read_results(tmp_path)) == ()
+    # Sorted in each of two strata, which happens by chance in one of C(5, 2)^2 = 100 ways, and as often mirrored.
+    cases = {
+        "published": ((1000, 1500), (2000, 3000, None), "**The published code leaves the plateau earlier than ours**"),
+        "ours": ((4000, 4500), (1000, 2000, 3000), "**Our training leaves the plateau earlier"),
+        "neither": ((1000, 4000), (2000, 3000, 3500), "It is not shown that either leaves"),
+    }
+    for name, (theirs, ours, start) in cases.items():
+        folder = tmp_path / name
+        write_both(folder, theirs, ours)
+        results = read_results(folder)
+        (said,) = sentences(runs(results), results)
+        assert said.startswith(start)
+        assert "4 runs of the published code and 6 of ours" in said
+        assert bool(re.search(r"exact p 0\.0[12]0\)", said)) == (name != "neither")
+        assert said in fidelity_page(results, 5).text

@@ -6,9 +6,10 @@ import pytest
 from reproduction_cases import write_curve, write_run
 
 import mgk.recipes
-from mgk.reproduction.fidelity import NOT_RUN, fidelity, fidelity_page, variants
+from mgk.reproduction.fidelity import fidelity_page, variants
 from mgk.reproduction.page import markdown
 from mgk.reproduction.pages import build
+from mgk.reproduction.published_code import NOT_RUN, fidelity
 from mgk.reproduction.results import read_results
 
 ROOT = Path(__file__).parent.parent.parent

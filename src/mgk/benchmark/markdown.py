@@ -13,7 +13,6 @@ from mgk.benchmark.yardstick import LACKS, PREDATES, Record, fastest, is_stock
 
 FASTEST_FIRST = ("triton", "sdpa", "chunked", "auto", "reference", "eager", FLEX)
 HEADLINE_PRESETS = ("smgk", "gaussian", "mgk")
-"""FlexAttention has these, too."""
 NO_FLEX = "FlexAttention, compiled, with the mixtures as its `score_mod`: not measured yet."
 
 
@@ -49,16 +48,15 @@ def tables(result: Mapping[str, Any]) -> str:
 
 
 def headline(result: Mapping[str, Any]) -> str:
-    """Of mixtures, ours and in FlexAttention, the two ratios at every shape, `x` first."""
+    """Of mixtures through our own kernels, how many times as fast as the fastest softmax, at every shape."""
     rows = [record for record in result["rows"] if not record.get("sweep")]
     shapes = list(dict.fromkeys(map(Shape.of, rows)))
-    ours = next(backend for backend in FASTEST_FIRST if backend in {record["backend"] for record in rows})
+    backend = next(each for each in FASTEST_FIRST if each in {record["backend"] for record in rows})
     lines = []
     for preset in HEADLINE_PRESETS:
-        for backend, name in ((ours, f"`{preset}`"), (FLEX, f"`{preset}` in FlexAttention")):
-            own = {Shape.of(row): row for row in rows if (row["preset"], row["backend"]) == (preset, backend)}
-            if own:
-                lines.append([name, *(_both_ratios(own.get(shape)) for shape in shapes)])
+        own = {Shape.of(row): row for row in rows if (row["preset"], row["backend"]) == (preset, backend)}
+        if own:
+            lines.append([f"`{preset}`", *(_both_ratios(own.get(shape)) for shape in shapes)])
     # Heads and batch are in the full tables.
     titles = [
         f"{'causal' if shape.is_causal else 'full'}, {shape.tokens:,} tokens, head_dim {shape.head_dim}"
@@ -68,14 +66,10 @@ def headline(result: Mapping[str, Any]) -> str:
 
 
 def _both_ratios(row: Record | None) -> str:
-    """``x (x stock)``, forward / training."""
+    """``x``, forward / training."""
     if row is None:
         return ""
-    of_all, stock = (
-        " / ".join(cells.show_ratio(row.get(f"{direction}{end}")) or "-" for direction in ("forward", "training"))
-        for end in ("_ratio_of_all", "_ratio")
-    )
-    return f"{of_all} ({stock})"
+    return " / ".join(cells.show_ratio(row.get(f"{each}_ratio_of_all")) or "-" for each in ("forward", "training"))
 
 
 def _circumstances(result: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import mgk.recipes
-from mgk.reproduction import plateau
+from mgk.reproduction import plateau, published_code
 from mgk.reproduction.metrics import Metric, metric
 from mgk.reproduction.page import Grid, Page, by_sentence, markdown_table, summary
 from mgk.reproduction.recipe import bundled
@@ -55,9 +55,8 @@ def results_text(pages: Sequence[Page], results: Results) -> str:
         results: what they were made of.
     """
     parts = [
-        f"Every table and figure of the paper, made again, with verdicts on its claims: [all pages]({PAGES}/README.md)."
-        " Of each recipe with results, as many heads as its runs allow to compare; mean ± standard error over seeds, "
-        "and the paper's number where it has one."
+        f"The paper's tables and figures are made again from the runs in `results/`, each with a verdict on what the "
+        f"paper says: [all pages]({PAGES}/README.md). Below: mean ± standard error over seeds."
     ]
     lines = [line for recipe in mgk.recipes.names() if (line := _line(recipe, results)) is not None]
     header = ("recipe", "test", *_COLUMNS)
@@ -142,7 +141,7 @@ def _sentences(pages: Sequence[Page], results: Results) -> list[str]:
         "cannot be judged, since their corpus is not to be had": len(outcomes.get("corpus not to be had", [])),
     }
     told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-    parts = [f"Of the sentences of the paper, and questions of ours, that these pages test, {told}."]
+    parts = [f"Of the claims of the paper, and questions of ours, that these pages test, {told}."]
     listed = [f"“{what}” ({', '.join(dict.fromkeys(links))})" for what, links in refuted.items()]
     parts.append(
         f"**What does not hold:** {'; '.join(listed)}." if listed else "Nothing that was tested has been refuted."
@@ -152,15 +151,15 @@ def _sentences(pages: Sequence[Page], results: Results) -> list[str]:
         parts.append(
             "**Not the paper's number** (outside of the 95 % interval of our seeds, and further away than the margin "
             f"of the metric): {'; '.join(missed)}. In what our training differs from the published code: "
-            "[fidelity](docs/results/fidelity.md)."
+            f"[fidelity]({PAGES}/fidelity.md)."
         )
-    chosen = plateau.recipes(results)
+    parts += published_code.sentences(published_code.runs(results), results)
+    chosen = {recipe: plateau.escapes(results, recipe) for recipe in plateau.recipes(results)}
     if chosen:
-        # The recipe itself where it has runs, or else the variant that has most.
-        runs = {recipe: sum(map(len, plateau.escapes(results, recipe).values())) for recipe in chosen}
-        recipe = plateau.MAIN if plateau.MAIN in runs else max(runs, key=lambda name: runs[name])
-        rows = plateau.escapes(results, recipe)
-        said = plateau.findings(recipe, rows, plateau.answer(rows, plateau.questions(recipe)))
+        # Most runs say most; of as many, those of the recipe itself, which comes first.
+        recipe = max(chosen, key=lambda name: sum(map(len, chosen[name].values())))
+        answers = plateau.answer(chosen[recipe], plateau.questions(recipe))
+        said = plateau.findings(recipe, chosen[recipe], answers)
         parts.append(f"How fast a model gets there ([{plateau.NAME}]({PAGES}/{plateau.NAME}.md)): {said}")
     return parts
 

@@ -1,0 +1,147 @@
+"""The published code on our data beside our own runs: does our training do what theirs does?
+
+Accuracies after all steps hardly tell, since most runs end where the outermost operator alone brings them. When a run
+leaves the plateau does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mgk.recipes.recipe import FOLDER
+from mgk.reproduction.claims import show_p
+from mgk.reproduction.controls import Control, read_controls
+from mgk.reproduction.escape import step_of_escape
+from mgk.reproduction.metrics import metric
+from mgk.reproduction.page import Grid
+from mgk.reproduction.results import Results
+from mgk.reproduction.survival import LogRank, Run, log_rank
+from mgk.reproduction.tables import show
+from mgk.training.configuration import read_yaml
+
+NOT_RUN = "not run yet"
+ACCURACY = metric("test_accuracy")
+LEVEL = 0.05
+
+
+@functools.cache
+def fidelity() -> dict[str, Any]:
+    """``fidelity.yaml``: what is the same, what differs, which recipes are compared, and with which published code."""
+    return read_yaml(FOLDER / "fidelity.yaml")
+
+
+class Setting(NamedTuple):
+    """What a run of the published code and runs of ours have in common."""
+
+    heads: int
+    dropout: float
+    recipe: str
+    row: str
+
+
+def settings() -> list[Setting]:
+    """All that there should be."""
+    control = fidelity()["control"]
+    return [
+        Setting(heads, float(each["dropout"]), each["recipe"], f"{control['row']}-{heads}")
+        for heads in control["heads"]
+        for each in control["recipes"]
+    ]
+
+
+def runs(results: Results) -> list[Control]:
+    """Those of the published code."""
+    return [each for each in read_controls(results.folder) if each.name == fidelity()["control"]["name"]]
+
+
+def grid(controls: Sequence[Control], results: Results) -> Grid:
+    """Two lines for each setting: the published code, and ours."""
+    threshold = fidelity()["control"]["plateau"]
+    lines: list[tuple[str, ...]] = []
+    for setting in settings():
+        own = _of(setting, controls)
+        tested = [ACCURACY.scale * each.accuracy for each in own if each.is_complete and each.accuracy is not None]
+        # One that was stopped on the plateau may have left it later.
+        known = [each.curve for each in own if each.is_complete or step_of_escape(each.curve, threshold) is not None]
+        left = show_escapes(known, threshold) if known else ("", "")
+        theirs = show(tested, ACCURACY.decimals) if tested else "" if own else NOT_RUN
+        shown = (str(setting.heads), f"{setting.dropout:g}")
+        seeds = [str(each.seed) if each.is_complete else f"{each.seed} (stopped at {each.steps:,})" for each in own]
+        lines.append(("published", *shown, ", ".join(seeds), theirs, *left))
+        values = results.values(setting.recipe, setting.row, ACCURACY)
+        accuracy = show(list(values.values()), ACCURACY.decimals) if values else NOT_RUN
+        left = escapes(results, setting.recipe, setting.row, threshold) if values else ("", "")
+        name = f"{setting.recipe}, {setting.row}"
+        lines.append((name, *shown, ", ".join(map(str, values)), accuracy, *left))
+    header = ("code", "heads", "dropout", "seeds", ACCURACY.title, "left the plateau", "at step")
+    return Grid(title=fidelity()["control"]["title"], header=header, lines=tuple(lines))
+
+
+def compare_escapes(controls: Sequence[Control], results: Results) -> tuple[LogRank, int, int] | None:
+    """The log-rank test between published code and ours, each setting a stratum, and how many runs either has.
+    ``None`` where no setting has runs of both."""
+    threshold = fidelity()["control"]["plateau"]
+    strata = []
+    for setting in settings():
+        theirs = [_run(each.curve, threshold) for each in _of(setting, controls)]
+        trained = results.values(setting.recipe, setting.row, ACCURACY)
+        curves = results.curves(setting.recipe, setting.row)
+        ours = [_run(lines, threshold) for seed, lines in curves.items() if seed in trained]
+        if theirs and ours:
+            strata.append((theirs, ours))
+    if not strata:
+        return None
+    return log_rank(strata), sum(len(theirs) for theirs, _ in strata), sum(len(ours) for _, ours in strata)
+
+
+def sentences(controls: Sequence[Control], results: Results) -> tuple[str, ...]:
+    """What the comparison says; nothing where there is none."""
+    compared = compare_escapes(controls, results)
+    if compared is None:
+        return ()
+    found, theirs, ours = compared
+    test = (
+        f"log-rank test with a stratum for each number of heads and dropout, {theirs} runs of the published code and "
+        f"{ours} of ours, {'exact ' if found.is_exact else ''}p {show_p(found.p)}"
+    )
+    if found.p >= LEVEL:
+        return (f"It is not shown that either leaves the plateau earlier than the other ({test}).",)
+    if found.excess > 0:
+        return (
+            f"**The published code leaves the plateau earlier than ours** ({test}). So something in our training that "
+            "is neither dropout nor the number of heads holds our softmax back, and until it is found, our rows of "
+            "softmax are not those of the paper.",
+        )
+    return (f"**Our training leaves the plateau earlier than the published code** ({test}).",)
+
+
+def fingerprints(results: Results) -> set[str]:
+    """Those of the data of our runs that stand beside the published code."""
+    wanted = {(each.recipe, each.row) for each in settings()}
+    return {results.corpus(key) for key in results.runs if key[:2] in wanted} - {""}
+
+
+def escapes(results: Results, recipe: str, row: str, threshold: float) -> tuple[str, str]:
+    """How many runs of ours left the plateau, and when each did."""
+    curves = results.curves(recipe, row)
+    return show_escapes(list(curves.values()), threshold) if curves else ("no curves", "")
+
+
+def show_escapes(curves: Sequence[Sequence[Mapping[str, Any]]], threshold: float) -> tuple[str, str]:
+    """How many runs left the plateau, and when each did."""
+    steps = [step_of_escape(lines, threshold) for lines in curves]
+    left = sorted(step for step in steps if step is not None)
+    return f"{len(left)} of {len(steps)}", ", ".join(f"{step:,}" for step in left)
+
+
+def _of(setting: Setting, controls: Sequence[Control]) -> list[Control]:
+    return [each for each in controls if (each.heads, each.dropout) == (setting.heads, setting.dropout)]
+
+
+def _run(curve: Sequence[Mapping[str, Any]], threshold: float) -> Run:
+    """When it left, or the last step at which it was tried and had not."""
+    left = step_of_escape(curve, threshold)
+    last = max(int(line["step"]) for line in curve if line.get("kind") == "valid")
+    return (last, False) if left is None else (left, True)
