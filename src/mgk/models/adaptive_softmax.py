@@ -62,8 +62,9 @@ class AdaptiveSoftmax(nn.Module):
             hidden: ``[T, d]``.
             target: ``[T]``.
             rows: which targets lie in each cluster, as :func:`cluster_rows` says it. Nothing then depends on values,
-                so that it can be compiled as one graph and recorded. The loss of a target that is in a cluster, but not
-                among its rows, is NaN. ``None``: they are looked up, for which the host waits for the device.
+                so that it can be compiled as one graph and recorded. The loss of a target in a cluster that is not
+                among its rows is NaN, whichever others it is among. ``None``: they are looked up, for which the host
+                waits for the device.
         """
         first, *ends = self.cutoffs
         if rows is None:
@@ -78,9 +79,11 @@ class AdaptiveSoftmax(nn.Module):
         among_words = log_probability.new_full((len(target) + 1,), torch.nan)
         for start, row, weight, bias in zip(self.cutoffs, rows, weights, biases, strict=False):
             place = row.clamp(max=len(target) - 1)
+            word = target.index_select(0, place) - start
             words = _log_probability(hidden.index_select(0, place), weight, bias)
-            word = (target.index_select(0, place) - start).clamp(0, len(bias) - 1)
-            among_words = among_words.scatter(0, row, words.gather(1, word[:, None])[:, 0])
+            found = words.gather(1, word.clamp(0, len(bias) - 1)[:, None])[:, 0]
+            is_inside = (word >= 0) & (word < len(bias))
+            among_words = among_words.scatter(0, row, found.where(is_inside, torch.nan))
         return -torch.where(cluster == 0, log_probability, log_probability + among_words[:-1])
 
     def _parts(self, table: Tensor) -> tuple[Tensor, ...]:
