@@ -3,6 +3,7 @@
 import pytest
 import torch
 from model_cases import make_model
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -111,7 +112,7 @@ def test_padding_is_at_most_a_quarter(count):
 
 
 def test_a_target_without_a_row_has_no_loss(softmax):
-    """Rows of another batch are never a wrong number: one that is missing, or in another cluster, even with the head."""
+    """Rows of another batch are never a wrong number: one is missing, one is in another cluster, one is in the head."""
     hidden, target = torch.randn(7, 8).double(), torch.tensor(TARGETS[-1])
     expected = softmax.loss(hidden, target)
     rows = cluster_rows(target, ENDS, 4)
@@ -165,6 +166,23 @@ def test_an_update_needs_nothing_of_the_host(attention):
         model(**inputs)
     with NoHost(), pytest.raises(AssertionError):
         torch.tensor([20, 40], device="meta")
+
+
+def test_a_recording_serves_other_batches(softmax):
+    """What was noted down of one batch, and is done again with others of its shape: as a CUDA graph is."""
+
+    def batch(targets):
+        target = torch.tensor(targets)
+        return torch.randn(7, 8).double().requires_grad_(), target, *cluster_rows(target, ENDS, 8)
+
+    def update(hidden, target, *rows):
+        return loss_and_gradients(softmax, hidden, target, rows)
+
+    recording = make_fx(update)(*batch(TARGETS[-1]))
+    for targets in TARGETS:
+        inputs = batch(targets)
+        for again, expected in zip(recording(*inputs), update(*inputs), strict=True):
+            torch.testing.assert_close(again, expected)
 
 
 @pytest.mark.parametrize("multiple_of", [None, 8])
