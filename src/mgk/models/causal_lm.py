@@ -144,9 +144,9 @@ class MGKForCausalLM(MGKPreTrainedModel, MGKGenerationMixin):
             logits_to_keep: how many positions from the end, or which, to compute logits for; 0 is all.
             num_items_in_batch: divides the summed loss instead of the number of labels.
             kwargs: ``output_attentions`` and ``output_hidden_states``, see there; ``shift_labels [B, N]``, what each
-                position predicts, instead of ``labels``; ``cluster_rows``, with an adaptive softmax, of which
-                :func:`mgk.models.cluster_rows` of these ``[B * N]`` says where each cluster's are, so that the model
-                can be recorded.
+                position predicts, instead of ``labels``; with an adaptive softmax ``cluster_rows``, what
+                :func:`mgk.models.cluster_rows` says of the flattened ``shift_labels``, so that the host waits for
+                nothing and the model can be recorded.
         """
         targets, rows = kwargs.pop("shift_labels", None), kwargs.pop("cluster_rows", None)
         if targets is None and labels is not None:
