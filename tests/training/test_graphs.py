@@ -4,6 +4,7 @@ import pytest
 import torch
 from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
 from model_cases import KINDS, SMALL
+from torch._dynamo.utils import counters
 from training_cases import make_config, make_corpus
 
 from mgk.data import load
@@ -24,9 +25,9 @@ class Watched(Trainer):
         self.losses.append(report.values.tolist()[0])
 
 
-def make_run(tmp_path, name, task, steps, *, dropout=0.1, attention_dropout=0.0, **changes):
-    model = {"dropout": dropout, "attention_dropout": attention_dropout, "activation_dropout": dropout}
-    config = make_config(task, model=model, training={"steps": steps, **changes})
+def make_run(tmp_path, name, task, steps, *, dropout=0.1, attention_dropout=0.0, model=None, data=None, **changes):
+    rates = {"dropout": dropout, "attention_dropout": attention_dropout, "activation_dropout": dropout}
+    config = make_config(task, model=rates | (model or {}), data=data or {}, training={"steps": steps, **changes})
     folder, corpus = tmp_path / name, tmp_path / f"{task}-corpus"
     folder.mkdir(exist_ok=True)
     prepared = load(corpus) if corpus.exists() else make_corpus(task, corpus)
@@ -54,6 +55,28 @@ def test_recorded_updates_are_the_same(tmp_path, task, precision):
     assert len(trainer._graphs._recordings) >= 1
     # Atomic sums in backward round differently from run to run.
     assert recorded == pytest.approx(plain, rel=1e-4 if precision == "fp32" else 2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_adaptive_softmax_is_recorded(tmp_path, precision, compiled):
+    """A recording for each size of its clusters, and none that fails; compiled, one graph serves all sizes.
+
+    Up to the first validation, which looks the rows up.
+    """
+    options = {
+        "precision": precision, "compile": compiled, "data": {"multiple_of": 8},
+        "model": {"architecture": "wikitext103-small", "adaptive_cutoffs": [100, 200]},
+    }  # fmt: skip
+    plain = train(make_run(tmp_path, "plain", "language", 80, cuda_graphs=False, **options), until=39)
+    counters.clear()
+    trainer = make_run(tmp_path, "recorded", "language", 80, **options)
+    recorded = train(trainer, until=39)
+    assert not trainer._graphs._failed
+    assert len(trainer._graphs._recordings) > 1
+    assert recorded == pytest.approx(plain, rel=1e-4 if precision == "fp32" else 2e-2)
+    assert not counters["graph_break"]
 
 
 @pytest.mark.gpu
@@ -129,6 +152,11 @@ def test_what_can_be_recorded(attention):
     assert unsupported(build(attention), GPU, ONE, None) is None
 
 
+def test_an_adaptive_softmax_can_be_recorded():
+    """What it needs of the host is in the batch: see ``tests/models/test_adaptive_softmax.py``."""
+    assert unsupported(build(kind="wikitext"), GPU, ONE, None) is None
+
+
 @pytest.mark.parametrize("attention", ["softmax", "gaussian"])
 def test_dropout_on_one_component_can_be_recorded(attention):
     assert unsupported(build(attention, attention_dropout=0.1), GPU, ONE, None) is None
@@ -146,7 +174,6 @@ def test_dropout_on_mixtures_can_be_recorded_in_half_precision(attention):
         ({}, torch.device("cpu"), ONE, "a CPU"),
         ({}, GPU, DDPStrategy(), "several ranks"),
         ({"attention": "smgk-em"}, GPU, ONE, "EM"),
-        ({"kind": "wikitext"}, GPU, ONE, "adaptive softmax"),
         ({"attention_dropout": 0.1}, GPU, ONE, "the host draws"),
     ],
 )

@@ -61,7 +61,11 @@ CASES = {
     "language": ("language", {"schedule": {"kind": "cosine"}, "training": {"clip_norm": 0.25}}),
     "adaptive softmax": (
         "language",
-        {"model": {"architecture": "wikitext103-small", "adaptive_cutoffs": [100, 200]}, "training": {"accumulate": 2}},
+        {
+            "model": {"architecture": "wikitext103-small", "adaptive_cutoffs": [100, 200]},
+            "training": {"accumulate": 2},
+            "data": {"multiple_of": 8},
+        },
     ),
     "translation": ("translation", {}),
     "translation, EM prior": ("translation", {"model": {"attention": "smgk-em"}, "schedule": {"kind": "constant"}}),

@@ -8,7 +8,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from mgk.models.adaptive_softmax import AdaptiveSoftmax
+from mgk.models.adaptive_softmax import AdaptiveSoftmax, cluster_rows
 from mgk.models.architectures import ARCHITECTURES, architecture
 from mgk.models.causal_lm import MGKForCausalLM
 from mgk.models.classifier import MGKForSequenceClassification
@@ -39,6 +39,7 @@ __all__ = [
     "MGKSeq2SeqModel",
     "architecture",
     "check_tokenizer",
+    "cluster_rows",
     "fingerprint",
     "import_checkpoint",
 ]

@@ -1,6 +1,7 @@
 """The language model."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -21,6 +22,7 @@ class CausalLMOptions(ForwardOptions, total=False):
     """Not a named argument of ``forward``, where ``Trainer`` would take it for a column that evaluation needs."""
 
     shift_labels: Tensor
+    cluster_rows: Sequence[Tensor]
 
 
 class MGKForCausalLM(MGKPreTrainedModel, MGKGenerationMixin):
@@ -142,9 +144,11 @@ class MGKForCausalLM(MGKPreTrainedModel, MGKGenerationMixin):
             logits_to_keep: how many positions from the end, or which, to compute logits for; 0 is all.
             num_items_in_batch: divides the summed loss instead of the number of labels.
             kwargs: ``output_attentions`` and ``output_hidden_states``, see there; ``shift_labels [B, N]``, what each
-                position predicts, instead of ``labels``.
+                position predicts, instead of ``labels``; with an adaptive softmax ``cluster_rows``, what
+                :func:`mgk.models.cluster_rows` says of the flattened ``shift_labels``, so that the host waits for
+                nothing and the model can be recorded.
         """
-        targets = kwargs.pop("shift_labels", None)
+        targets, rows = kwargs.pop("shift_labels", None), kwargs.pop("cluster_rows", None)
         if targets is None and labels is not None:
             targets = shifted_labels(labels)
         outputs = self.model(
@@ -157,7 +161,7 @@ class MGKForCausalLM(MGKPreTrainedModel, MGKGenerationMixin):
         if targets is None or not self._is_adaptive:
             logits = self.lm_head(hidden_states)
         if targets is not None:
-            loss = self._loss(hidden_states, logits, targets[:, kept], num_items_in_batch)
+            loss = self._loss(hidden_states, logits, targets[:, kept], rows, num_items_in_batch)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -167,11 +171,16 @@ class MGKForCausalLM(MGKPreTrainedModel, MGKGenerationMixin):
         )
 
     def _loss(
-        self, hidden_states: Tensor, logits: Tensor | None, targets: Tensor, num_items: int | Tensor | None
+        self,
+        hidden_states: Tensor,
+        logits: Tensor | None,
+        targets: Tensor,
+        rows: Sequence[Tensor] | None,
+        num_items: int | Tensor | None,
     ) -> Tensor:
         if logits is not None:
             return cross_entropy(logits, targets, num_items)
         check_labels(targets, self.config.vocab_size)
         counted = targets.flatten() != IGNORED
-        losses = self.lm_head(hidden_states.flatten(0, 1), targets.flatten().long().masked_fill(~counted, 0))
+        losses = self.lm_head(hidden_states.flatten(0, 1), targets.flatten().long().masked_fill(~counted, 0), rows)
         return mean_loss(torch.where(counted, losses, 0.0).sum(), targets, num_items)

@@ -46,8 +46,6 @@ def unsupported(
     config = model.config
     if not isinstance(config, MGKConfig):
         return "a converted model, whose start the host follows"
-    if config.adaptive_cutoffs is not None:
-        return "an adaptive softmax, for which the host counts the words of each cluster"
     if config.attention_dropout > 0 and config.attention not in ("softmax", "gaussian") and precision is None:
         return "attention dropout on a mixture in fp32, whose seed the host draws"
     return None

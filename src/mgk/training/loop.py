@@ -463,11 +463,11 @@ class Trainer:
 
     def _on_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         moved = {name: tensor.to(self.share.device, non_blocking=True) for name, tensor in batch.items()}
-        if self._is_compiled and self.task.widths_vary:
+        if self._is_compiled:
             # Else the first width would be compiled for nothing but itself.
-            for tensor in moved.values():
-                if tensor.ndim > 1:
-                    torch._dynamo.maybe_mark_dynamic(tensor, 1)
+            for name, tensor in moved.items():
+                if (dimension := self.task.varying_dimension(name, tensor)) is not None:
+                    torch._dynamo.maybe_mark_dynamic(tensor, dimension)
         return moved
 
     def _autocast(self) -> torch.autocast:

@@ -34,8 +34,9 @@ from mgk.models import (
 from mgk.models.loss import IGNORED
 from mgk.models.seq2seq import one_later
 from mgk.nn import update_priors
+from mgk.training.clusters import ClusteredBatches, is_cluster, model_inputs
 from mgk.training.configuration import RunConfig
-from mgk.training.resolved_model import build_model_config, describe_model
+from mgk.training.resolved_model import build_model_config, describe_model, resolve_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,14 +97,15 @@ class Task(Protocol):
     """One kind of task."""
 
     corpus: Corpus
-    widths_vary: bool
-    """Whether batches have different shapes."""
 
     def build_model(self) -> PreTrainedModel:
         """A fresh model."""
 
     def training_batches(self, share: Share) -> Batches:
         """Micro-batches of a rank."""
+
+    def varying_dimension(self, name: str, tensor: Tensor) -> int | None:
+        """In which dimension this part of a batch differs from one batch to the next."""
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor], num_targets: Tensor) -> Tensor:
         """Sum over the targets of a batch divided by ``num_targets``. ``model`` may be wrapped."""
@@ -141,6 +143,12 @@ class Task(Protocol):
 
 class CommonTask:
     """What is the same for every model of this library."""
+
+    widths_vary: bool
+    """Whether batches have different widths."""
+
+    def varying_dimension(self, name: str, tensor: Tensor) -> int | None:
+        return 1 if self.widths_vary and tensor.ndim > 1 else None
 
     def outputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
         return model(**batch)
@@ -254,8 +262,6 @@ class Classification(CommonTask):
 class Language(CommonTask):
     """The next token of a stream."""
 
-    widths_vary = False
-
     def __init__(self, config: RunConfig, corpus: Corpus) -> None:
         self.config, self.corpus = config, corpus
 
@@ -267,12 +273,22 @@ class Language(CommonTask):
         # All ranks and micro-batches read the same rows in turn, so the stream has the rows of a micro-batch.
         rows = micro_batch(self.config, share.ranks) * share.ranks
         tokens = self._tokens("train")
-        return Windows(
+        windows = Windows(
             tokens=tokens, batch_size=rows, length=self.config.data.longest, rank=share.rank, ranks=share.ranks
         )
+        cutoffs = resolve_model(self.config).get("adaptive_cutoffs")
+        if cutoffs is None:
+            return windows
+        return ClusteredBatches(batches=windows, cutoffs=cutoffs, multiple_of=share.training_multiple_of(self.config))
+
+    def varying_dimension(self, name: str, tensor: Tensor) -> int | None:
+        return 0 if is_cluster(name) else None
+
+    def outputs(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+        return model(**model_inputs(batch))
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor], num_targets: Tensor) -> Tensor:
-        return model(**batch, num_items_in_batch=num_targets, use_cache=False).loss
+        return model(**model_inputs(batch), num_items_in_batch=num_targets, use_cache=False).loss
 
     def count_targets(self, batch: Mapping[str, Tensor]) -> int:
         return batch["shift_labels"].numel()
