@@ -14,8 +14,7 @@ from mgk.reproduction.metrics import metric
 from mgk.reproduction.missing import Need, find_missing
 from mgk.reproduction.page import Grid, Page
 from mgk.reproduction.results import Results
-from mgk.reproduction.statistics import contrast, mean
-from mgk.reproduction.tables import show
+from mgk.reproduction.statistics import contrast, mean, show
 from mgk.training.configuration import read_yaml
 
 NAME = "fidelity"
