@@ -136,6 +136,16 @@ def test_an_update_with_another_loss_gets_no_number(fabric, monkeypatch):
     assert [(each["row"], each["training_ratio"]) for each in found.rows] == [("smgk-1", None)]
 
 
+def test_updates_that_are_all_skipped_get_no_number(fabric, monkeypatch):
+    monkeypatch.setattr("mgk.training.loop.skipped.is_leap", lambda loss, *_: torch.tensor(True))
+    runs = tiny(*ROWS[:1])
+    found = rows.compare(runs, random_text(runs[0]), fabric=fabric, effort=EFFORT, clock=Clock())
+    assert [each["reason"] for each in found.failures] == [
+        "updates must have a finite loss, got too many that had none"
+    ]
+    assert (found.baselines, found.rows) == ([], [])
+
+
 def test_what_time_does_not_reach_is_left(fabric):
     runs = tiny(*ROWS)
     found = rows.compare(
