@@ -108,6 +108,7 @@ COMMANDS = {
     r"mgk bench decode.*": "test_decode_from_the_command_line",
     r"mgk bench packed.*": "test_packed_from_the_command_line",
     r"mgk bench linear.*": "test_linear_from_the_command_line",
+    r"mgk bench rows .*": "test_rows_from_the_command_line",
     r"mgk bench (plot|table) .*": "test_what_is_made_of_a_result",
     r"mgk bench merge .*": "test_merge_from_the_command_line",
     r"mgk bench choose .*": "test_the_command_writes_what_the_library_reads",

@@ -10,13 +10,17 @@ from torch.utils.flop_counter import FlopCounterMode
 import mgk.nn.attention
 from mgk.analysis import (
     attention_maps,
+    cache_bytes_of_run,
     cache_bytes_per_token,
     embedding_parameters,
     forward_flops,
     parameters,
     training_flops,
 )
-from mgk.models import architecture
+from mgk.models import MGKForCausalLM, architecture
+from mgk.nn import PRESETS
+from mgk.recipes import load
+from mgk.training.resolved_model import build_model_config
 
 # What `make_model` builds: width 32, 4 heads of 8, feed-forward 48, vocabulary 61, 2 layers. `make_inputs`: 3 x 9.
 B, N, D_MODEL, H, D, INNER, VOCAB, LAYERS = 3, 9, 32, 4, 8, 48, 61, 2
@@ -184,6 +188,11 @@ def bytes_of(cache):
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
+def state_bytes_of(cache):
+    found = [each for layer in cache.layers for each in vars(layer).values() if isinstance(each, torch.Tensor)]
+    return sum(each.nbytes for each in found)
+
+
 @pytest.mark.parametrize("attention", ["softmax", "gaussian", "mgk", "smgk", "smgk-hard"])
 @pytest.mark.parametrize(
     "changes",
@@ -193,6 +202,39 @@ def test_cache_is_what_generation_keeps(attention, changes):
     model, inputs = make_model("modern", attention, **changes), make_inputs("modern")
     cache = model(**inputs, use_cache=True).past_key_values
     assert cache_bytes_per_token(model.config, torch.float64) * B * N == bytes_of(cache)
+
+
+@pytest.mark.parametrize("attention", PRESETS)
+def test_cache_of_a_model_that_writes(attention):
+    """Of every preset, after a prompt of nine tokens and two of three new ones; the last one is not read any more."""
+    model, inputs = make_model("modern", attention, num_key_value_heads=2), make_inputs("modern")
+    said = model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, do_sample=False, return_dict_in_generate=True)
+    per_token = cache_bytes_per_token(model.config, torch.float64)
+    if PRESETS[attention].feature_map is not None:
+        # States, as large after two tokens more.
+        longer = model.generate(
+            **inputs, max_new_tokens=5, min_new_tokens=5, do_sample=False, return_dict_in_generate=True
+        )  # fmt: skip
+        assert per_token == 0
+        assert state_bytes_of(said.past_key_values) == state_bytes_of(longer.past_key_values) > 0
+    else:
+        assert per_token * B * (N + 2) == bytes_of(said.past_key_values)
+
+
+@pytest.mark.parametrize("place", range(len(load("enwik8-equal-cache").table)))
+def test_cache_of_every_row_at_equal_cache(place):
+    """Each keeps what its run says; all but the reference and mgk half of softmax-8's, and mgk no more."""
+    recipe = load("enwik8-equal-cache")
+    run = recipe.config(recipe.table[place][1])
+    model = MGKForCausalLM(build_model_config(run, vocab_size=256)).eval()
+    said = model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2, return_dict_in_generate=True)
+    kept = cache_bytes_of_run(run)
+    # Weights and cache are fp32 here.
+    assert 2 * kept * 4 == bytes_of(said.past_key_values)
+    full = cache_bytes_of_run(recipe.config("softmax-8"))
+    share = {"softmax-8+qk_norm": 1, "mgk-4+num_key_value_heads=2": 3 / 8}.get(run.row, 1 / 2)
+    assert kept == share * full
+    assert cache_bytes_of_run(recipe.config("mgk-3")) > full / 2
 
 
 def test_cache_of_a_translation():

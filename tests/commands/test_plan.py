@@ -124,3 +124,40 @@ def test_the_plan_of_smollm2(tmp_path):
         seeds = {(cell.config.row, cell.config.seed) for cell in cells if cell.config.name == name}
         assert seeds >= {(row, seed) for row in rows for seed in (0, 1)}
     assert len({cell.config.training.steps for cell in cells}) == 1
+
+
+def test_the_plan_of_language_models():
+    """Three seeds of everything that claims compare, one of what is a check, then the other two."""
+    cells = plan_cells(PLAN.with_name("language-models.yaml"), Path("runs"))
+    for cell in cells:
+        recipe = mgk.recipes.load(cell.config.name)
+        assert cell.config.row in recipe.rows
+        assert cell.config == recipe.config(cell.config.row, seed=cell.config.seed)
+    seeds = {}
+    for cell in cells:
+        seeds.setdefault(cell.row, []).append(cell.config.seed)
+    for name in ("enwik8", "multi30k", "enwik8-equal-cache"):
+        assert {row for recipe, row in seeds if recipe == name} == set(mgk.recipes.load(name).rows)
+        assert all(own == [0, 1, 2, 3, 4] for (recipe, _), own in seeds.items() if recipe == name)
+    assert {row: own for (name, row), own in seeds.items() if name == "wikitext2"} == {
+        row: [0] for row in mgk.recipes.load("wikitext2").rows
+    }
+    assert sum(name == "tatoeba" for name, _ in seeds) == 5
+    # No row of enwik8 is trained once more for the table of equal caches.
+    for home, row in mgk.recipes.load("enwik8-equal-cache").table:
+        assert (home, row) in seeds
+        assert home == "enwik8-equal-cache" or ("enwik8-equal-cache", row) not in seeds
+    order = list(dict.fromkeys((cell.config.name, cell.config.seed > 2) for cell in cells))
+    assert order == [
+        ("enwik8", False), ("multi30k", False), ("enwik8-equal-cache", False), ("wikitext2", False), ("tatoeba", False),
+        ("enwik8", True), ("enwik8-equal-cache", True), ("multi30k", True),
+    ]  # fmt: skip
+
+
+def test_what_waits_for_its_recipes_can_be_read():
+    """Its recipes are made elsewhere: then they go into the plan."""
+    wanted = read_plan(PLAN.with_name("language-models-pending.yaml"))
+    assert all(entry.rows is None or entry.rows for entry in wanted)
+    assert {entry.recipe for entry in wanted}.isdisjoint(
+        entry.recipe for entry in read_plan(PLAN.with_name("language-models.yaml"))
+    )

@@ -12,8 +12,11 @@ import time
 import pytest
 import yaml
 from sweep_cases import finish, is_alive, printed, results_of, statuses, sweep, wait_for, write_recipe
-from training_cases import checkpoints_of, files_of
+from training_cases import checkpoints_of, files_of, make_config, make_corpus
 
+from mgk.commands.sweep import cell_process
+from mgk.commands.sweep.cell import Cell
+from mgk.commands.sweep.cell_process import not_evaluated
 from mgk.reproduction.collection import collect
 from mgk.training import checkpoint
 from mgk.training.loop import CHECKPOINTS, STEP
@@ -243,6 +246,32 @@ def test_cells_are_analysed(cache, tmp_path):
     assert json.loads((tmp_path / "results" / name / "analysis.json").read_text()) == written
     collect(tmp_path / "all.tar.gz", tmp_path / "packed")
     assert {path.name for path in (tmp_path / "packed" / name).iterdir()} >= {"analysis.json", "keys.png"}
+
+
+def test_cells_are_evaluated(tmp_path):
+    """What is evaluated after its training: a language model on the splits that were named, and no classifier."""
+    (tmp_path / "evaluation-test.json").write_text("{}")
+    language, classifier = make_config("language"), make_config("classification")
+    assert not_evaluated(tmp_path, language, ["valid", "test"]) == ["valid"]
+    assert not_evaluated(tmp_path, language, []) == []
+    assert not_evaluated(tmp_path, classifier, ["valid"]) == []
+    # The work itself, in this process.
+    place, corpus = tmp_path / "run", make_corpus("language", tmp_path / "corpus")
+    config = make_config("language", training={"steps": 2}, schedule={"warmup": 1}, validation={"every": 2})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cell_process.registry, "open_corpus", lambda *_: corpus)
+        patched.setattr("mgk.training.evaluate.open_or_prepare", lambda *_, **__: corpus)
+        cell = Cell(config=config, folder=place, command="")
+        wanted = {"device": "cpu", "threads": 1, "analyze": False, "results": None, "evaluate": ["test"]}
+        assert cell_process.work(cell_process.argument_of(cell, **wanted)) == 0
+        written = json.loads((place / "evaluation-test.json").read_text())
+        # No more than a window, which is short here.
+        assert (written["split"], written["stride"]) == ("test", 16)
+        made = (place / "result.json").stat().st_mtime_ns
+        assert cell_process.work(cell_process.argument_of(cell, **{**wanted, "evaluate": ["valid", "test"]})) == 0
+        assert (place / "result.json").stat().st_mtime_ns == made
+        assert (place / "evaluation-valid.json").is_file()
+    finish(tmp_path, tmp_path, "demo", "--evaluate", "tset", code=1)
 
 
 @pytest.mark.slow

@@ -88,7 +88,13 @@ def test_every_row_gives_a_run_and_a_model(name):
 
 
 def test_which_recipes_are_comparisons():
-    assert COMPARISONS.keys() == set(names()) - {*LINEAR, *variants(), *CONVERSIONS, "iwslt14-variances"}
+    assert COMPARISONS.keys() == set(names()) - {
+        *LINEAR,
+        *variants(),
+        *CONVERSIONS,
+        "iwslt14-variances",
+        "enwik8-equal-cache",
+    }
 
 
 @pytest.mark.parametrize("name", variants())
@@ -305,9 +311,30 @@ def test_a_recipe_of_ones_own(tmp_path):
     assert load(above).rows == recipe.rows
 
 
+def test_rows_of_another_recipe_stand_beside_those_of_a_table(tmp_path):
+    """Their runs are those of the other recipe, with the same configuration but for its name."""
+    recipe, other = load("enwik8-equal-cache"), load("enwik8")
+    assert set(recipe.rows).isdisjoint(other.rows)
+    for name, row in recipe.table:
+        assert name == ("enwik8" if row in other.rows else "enwik8-equal-cache")
+        assert differences(to_mapping(recipe.config(row)), to_mapping(load(name).config(row))).keys() <= {"name"}
+    path = write(tmp_path / "mine.yaml", "base: enwik8\nrows: [mgk-2, mgk-1]\nbeside: {enwik8: [mgk-4]}\n")
+    assert load(path).table == (("enwik8", "mgk-4"), ("mine", "mgk-2"), ("mine", "mgk-1"))
+    # With other values it would be another table.
+    assert load(write(tmp_path / "other.yaml", "base: mine.yaml\noptimizer: {lr: 1}\n")).beside == {}
+
+
 @pytest.mark.parametrize(
     ("content", "kind", "message"),
     [
+        ("base: enwik8\nbeside: [mgk-4]", TypeError, r"beside must be rows by recipe, got \['mgk-4'\]"),
+        ("base: enwik8\nbeside: {enwik8: mgk-4}", TypeError, "beside enwik8 must be a list of text, got 'mgk-4'"),
+        ("base: enwik8\nrows: [mgk-2]\nbeside: {enwik8: [mgk-3]}", ValueError, "enwik8 has and this .* got mgk-3"),
+        ("base: enwik8\nbeside: {enwik8: [mgk-4]}", ValueError, "and this recipe has not, got mgk-4"),
+        (
+            "base: enwik8\nrows: [mgk-2]\nbeside: {enwik8: [mgk-4]}\noptimizer: {lr: 1}", ValueError,
+            "must have the values of enwik8 to have its rows beside, got others",
+        ),
         ("titel: x", ValueError, r"one of title, source, .*, got 'titel' \(did you mean 'title'\?\) in .*mine.yaml"),
         ("seed: 3", ValueError, "got 'seed'"),
         ("name: x", ValueError, "got 'name'"),

@@ -22,6 +22,7 @@ from uptraining_cases import write_model
 ROWS = {
     "demo": [None, "smgk-4", "gaussian-4"],
     "enwik8": [None, "smgk-4"],
+    "enwik8-equal-cache": [None, "smgk-4+num_components=4"],
     "iwslt14": [None, "smgk-2+variance_scale=1,3"],
     "iwslt14-variances": [None, "mgk-2+learn_variance"],
     "lra/listops": [None, "smgk-hard-1", "mgk-em-1"],
@@ -149,6 +150,7 @@ def write_sources(folder):
 
 
 # Those with linear attention, and variants, are made as what they differ from.
+CHANGES["enwik8-equal-cache"] = CHANGES["enwik8"]
 CHANGES |= {name: CHANGES[name.partition("-")[0]] for name in ROWS if name.startswith("lra/")}
 CHANGES |= {name: CHANGES[name.removesuffix("-linear")] for name in ROWS if name.endswith("-linear")}
 

@@ -56,7 +56,7 @@ def test_perplexity_is_that_of_the_sliding_window(tmp_path):
     found = read_results(tmp_path)
     assert found.values(*row, metric("test_perplexity")) == {0: 34.0}
     assert found.values(*row, metric("valid_perplexity")) == {0: 32.0}
-    assert [note for note in found.notes if "by 16; the paper by 1" in note]
+    assert [note for note in found.notes if "by 16; wanted is 1" in note]
 
 
 def test_a_run_that_was_changed_is_set_aside(tmp_path):

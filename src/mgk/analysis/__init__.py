@@ -3,6 +3,7 @@
 from mgk.analysis.attention_maps import PooledMaps, attention_maps, pooled_maps
 from mgk.analysis.component_shares import component_shares
 from mgk.analysis.cost import (
+    cache_bytes_of_run,
     cache_bytes_per_token,
     embedding_parameters,
     forward_flops,
@@ -44,6 +45,7 @@ __all__ = [
     "approximate",
     "attention_maps",
     "attention_rank",
+    "cache_bytes_of_run",
     "cache_bytes_per_token",
     "component_shares",
     "draw_all",

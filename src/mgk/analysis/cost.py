@@ -16,6 +16,8 @@ from mgk.models import AdaptiveSoftmax, MGKConfig
 from mgk.models.attention import MGKAttention
 from mgk.nn import PRESETS, MixtureAttention
 from mgk.ops import FeatureMap
+from mgk.training.configuration import RunConfig
+from mgk.training.resolved_model import build_model_config
 
 
 def parameters(model: nn.Module) -> int:
@@ -99,6 +101,11 @@ def cache_bytes_per_token(config: MGKConfig, dtype: torch.dtype = torch.bfloat16
     if config.is_encoder_decoder and config.decoder_layers is not None:
         layers = config.decoder_layers
     return layers * config.num_key_value_heads * (keys + 1) * config.head_dim * dtype.itemsize
+
+
+def cache_bytes_of_run(run: RunConfig) -> int:
+    """:func:`cache_bytes_per_token` of the model that a run trains, in bf16."""
+    return cache_bytes_per_token(build_model_config(run))
 
 
 class _Counter:

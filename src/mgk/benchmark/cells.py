@@ -34,6 +34,9 @@ GENERATION = ("model", "through", "tokens/s", "x", "x stock", "step", "x step", 
 PACKED = ("model", "reviews", "through", "tokens", "training", "x", "x stock", "x padded", "loss", "peak memory")
 """The headers of a step on reviews. *x padded* is the time of the same model padded to 4,096 over the row's."""
 
+ROWS = ("row", "tokens/s", "x", "update", "tokens", "peak memory", "cache a token", "recorded", "noise")
+"""The headers of how fast rows of a recipe train. x is of tokens per second, over the first row."""
+
 
 def attention_cells(softmax: Sequence[Record], rows: Iterable[Record]) -> list[list[str]]:
     """Softmax with all the heads, its fastest, and presets at one shape, under :data:`ATTENTION`."""
@@ -192,6 +195,24 @@ def packed_cells(records: Iterable[Record]) -> list[list[str]]:
             show_bytes(record["peak_bytes"]),
         ]
         for record in (*softmax, *rows)
+    ]
+
+
+def row_cells(records: Iterable[Record]) -> list[list[str]]:
+    """Rows of a recipe, under :data:`ROWS`."""
+    return [
+        [
+            record["row"],
+            f"{record['tokens_per_second']:,.0f}",
+            show_ratio(record["training_ratio"]),
+            show_ms(record["training_ms"]),
+            f"{record['tokens']:,.0f}",
+            show_bytes(record["peak_bytes"]),
+            "" if record["cache_bytes"] is None else f"{record['cache_bytes']:,} bytes",
+            "yes" if record["is_recorded"] else "no",
+            f"{100 * record['noise']:.1f} %",
+        ]
+        for record in records
     ]
 
 

@@ -20,6 +20,8 @@ def tables(result: Mapping[str, Any]) -> str:
     """Everything of the first shape; of the others the fastest stock kernels and our own, the best backend and
     FlexAttention."""
     parts = [_circumstances(result)]
+    if result["benchmark"] == "rows":
+        return "\n\n".join([*parts, *_rows(result)])
     if "parts" in result:
         parts.append(_calls(result))
     if not _has_yardstick(result):
@@ -75,7 +77,7 @@ def _both_ratios(row: Record | None) -> str:
 def _circumstances(result: Mapping[str, Any]) -> str:
     """Where, with what and when."""
     versions = result["versions"]
-    dtypes = ", ".join(dict.fromkeys(record["dtype"] for record in result["rows"]))
+    dtypes = ", ".join(dict.fromkeys(record["dtype"] for record in result["rows"] or result["baselines"]))
     return (
         f"{result['device']}, {dtypes}, torch {versions['torch']}, triton {versions['triton']}, "
         f"{result['written'][:10]}."
@@ -149,6 +151,12 @@ def _linear(result: Mapping[str, Any]) -> list[str]:
         parts += [f"**{title.capitalize()}**", _table(cells.LINEAR, cells.linear_cells(own))]
     lines = [f"- {cells.show_crossover(record)}" for record in result.get("crossovers", ())]
     return [*parts, "\n".join(lines)] if lines else parts
+
+
+def _rows(result: Mapping[str, Any]) -> list[str]:
+    """Each row once: the first is timed in every group."""
+    records = [*result["baselines"][:1], *result["rows"]]
+    return [f"**{result['config']['recipe']}**", _table(cells.ROWS, cells.row_cells(records))]
 
 
 OTHERS = {"retrieval": _retrieval, "decode": _decode, "packed": _packed, "linear": _linear}

@@ -15,7 +15,7 @@ from mgk.benchmark.attention import Comparison
 from mgk.ops import softmax_kernel
 from mgk.training.result import device_name, read_json
 
-KINDS = ("attention", "retrieval", "decode", "packed", "linear")
+KINDS = ("attention", "retrieval", "decode", "packed", "linear", "rows")
 """What the key ``benchmark`` of a result may say."""
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
@@ -14,6 +12,7 @@ from mgk.benchmark.correctness import WrongResultError
 from mgk.benchmark.document_matcher import Matcher, MatcherStep, random_pairs
 from mgk.benchmark.entry import why_refused
 from mgk.benchmark.timing import Clock, Effort, HostClock, Report, StreamClock, Timing, no_report, take_turns
+from mgk.benchmark.training_step import many_versions
 from mgk.benchmark.yardstick import Record, fastest, is_stock, ratios_of_all
 from mgk.nn.presets import LINEAR_PRESETS
 from mgk.ops import softmax_kernel
@@ -74,7 +73,7 @@ def compare(
     batch = random_pairs(pairs, tokens, device)
     steps: list[MatcherStep] = []
     total = len(chosen) + effort.rounds
-    with _many_versions(device):
+    with many_versions(device):
         for number, matcher in enumerate(chosen):
             report(number, total, f"checking {matcher.name}")
             facts = _facts(matcher, pairs, tokens, device)
@@ -109,15 +108,6 @@ def compare(
         (found.baselines if step.matcher.is_baseline else ours).append(_record(step, timings, pairs, tokens))
     found.rows.extend(_beside(record, ours, found.baselines) for record in ours)
     return found
-
-
-def _many_versions(device: torch.device) -> AbstractContextManager[Any]:
-    """The compiler counts versions over all models of a process, and would give up at the eighth."""
-    if device.type != "cuda":
-        return nullcontext()
-    import torch._dynamo.config
-
-    return torch._dynamo.config.patch(recompile_limit=64)
 
 
 def _facts(matcher: Matcher, pairs: int, tokens: int, device: torch.device) -> Record:

@@ -57,6 +57,13 @@ def packed_table(found: Comparison) -> Table:
     return _table(title, cells.PACKED, cells.packed_cells([*found.baselines, *found.rows]), found.failures)
 
 
+def rows_table(found: Comparison, recipe: str) -> Table:
+    """Rows of a recipe that took turns."""
+    some = [*found.baselines, *found.rows, *found.failures][0]
+    title = f"{recipe}, updates as the recipe trains, {some.get('dtype', '')}, {some.get('device', '')}".rstrip(", ")
+    return _table(title, cells.ROWS, cells.row_cells([*found.baselines, *found.rows]), found.failures)
+
+
 def sweep_table(rows: Sequence[Record]) -> Table:
     """The rows that belong to a sweep, with their lengths."""
     rows = [record for record in rows if record.get("sweep")]
@@ -70,7 +77,9 @@ def notes(found: Comparison) -> list[str]:
     """A line for every reason why something was left out, and one that explains the stars."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for record in found.skipped:
-        reasons.setdefault((show_way(record), record["reason"]), []).append(record["preset"])
+        reasons.setdefault((show_way(record), record["reason"]), []).append(
+            str(record["row" if "row" in record else "preset"])
+        )
     lines = [f"left out: {way} for {', '.join(presets)}: {why}" for (way, why), presets in reasons.items()]
     lines += [f"no training: {cells.show_no_training(record)}" for record in found.rows if record.get("no_training")]
     measured = [
@@ -86,16 +95,18 @@ def notes(found: Comparison) -> list[str]:
 
 def wrongs(found: Comparison) -> list[str]:
     """A line for every result that is wrong."""
-    return [f"wrong: {record['preset']} through {show_way(record)}: {record['reason']}" for record in found.failures]
+    names = [record.get("row", f"{record['preset']} through {show_way(record)}") for record in found.failures]
+    return [f"wrong: {name}: {record['reason']}" for name, record in zip(names, found.failures, strict=True)]
 
 
 def _table(title: str, headers: Iterable[str], lines: Iterable[list[str]], failures: Iterable[Record]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for header in headers:
-        is_name = header in ("preset", "model", "through", "reviews")
+        is_name = header in ("preset", "model", "through", "reviews", "row")
         table.add_column(header, justify="left" if is_name else "right", no_wrap=is_name)
     for line in lines:
         table.add_row(*map(escape, line), style="dim" if line[1].startswith("SDPA") else None)
     for record in failures:
-        table.add_row(record["preset"], show_way(record), str(record["heads"]), "wrong", style="red")
+        name = [record["row"]] if "row" in record else [record["preset"], show_way(record), str(record["heads"])]
+        table.add_row(*name, "wrong", style="red")
     return table

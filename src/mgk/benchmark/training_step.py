@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -93,3 +94,12 @@ class TrainingStep:
 def allocated_bytes(device: torch.device) -> int:
     """What is in use now; 0 on a CPU: nobody counts."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def many_versions(device: torch.device) -> AbstractContextManager[Any]:
+    """The compiler counts versions over all models of a process, and would give up at the eighth."""
+    if device.type != "cuda":
+        return nullcontext()
+    import torch._dynamo.config
+
+    return torch._dynamo.config.patch(recompile_limit=64)

@@ -313,6 +313,94 @@ def packed(
 
 
 @app.command()
+def rows(
+    recipe: Annotated[str, typer.Argument(help="A recipe (mgk recipes), or a path to a YAML file of your own.")],
+    changes: Annotated[
+        list[str] | None, typer.Argument(help="Changes of the recipe as key=value; then the JSON goes to runs/bench.")
+    ] = None,
+    names: Annotated[
+        str | None,
+        typer.Option("--rows", help="Rows, separated by spaces, the first to compare with; default: its table."),
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option("--data", help="Folder of the raw files; without it the bytes of enwik8 are drawn.")
+    ] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(min=2, help="Draw the tokens of any language model, of so many different ones.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Turns of each row.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option("--time", min=1, help="Stop before so many seconds are over; --resume goes on.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the result at --output: time what it lacks.")
+    ] = False,
+    quick: Quick = False,
+    output: Output = None,
+    device: Device = "auto",
+) -> None:
+    """Training: updates of every row of a recipe, as it trains them, in turns; tokens per second and memory.
+
+    The gradient of each row is compared with fp32 and materialised attention first, and its first loss with that of the
+    same weights uncompiled. One that is wrong gets no number, and the command ends with status 1.
+    """
+    import dataclasses
+    import time
+
+    import mgk.recipes
+    from mgk.benchmark import result, table
+    from mgk.benchmark import rows as measurement
+    from mgk.benchmark.plan import usual_effort
+    from mgk.benchmark.random_text import BYTES, random_text
+    from mgk.training.corpora import open_or_prepare
+    from mgk.training.distributed import build_fabric
+    from mgk.training.result import write
+
+    begun, where = time.monotonic(), _find_device(device)
+    chosen = mgk.recipes.load(recipe)
+    if chosen.values.get("task") == "uptraining":
+        raise ValueError(f"mgk bench rows must have a recipe that trains from the beginning, got {recipe}")
+    wanted = [row for _, row in chosen.table] if names is None else names.split()
+    runs = list({run.row: run for run in (chosen.config(row, changes or []) for row in wanted)}.values())
+    measurement.check_alone(where)
+    data = runs[0].data
+    is_drawn = source is None and (vocabulary is not None or data.corpus == "enwik8")
+    corpus = random_text(runs[0], vocabulary or BYTES) if is_drawn else open_or_prepare(data, source=source)
+    effort = usual_effort(where, quick)
+    effort = dataclasses.replace(effort, rounds=rounds or min(effort.rounds, 12))
+    settings = {
+        "recipe": chosen.name, "changes": changes or [], "corpus": "drawn" if is_drawn else corpus.fingerprint,
+        "vocabulary": vocabulary, "quick": quick, "compared_with": runs[0].row,
+    }  # fmt: skip
+    kind = f"rows-{chosen.name.replace('/', '-')}"
+    path = _default_output(kind, where, quick or bool(changes)) if output is None else output
+    earlier = measurement.read_earlier(path, result.begin("rows", where, settings)) if resume else None
+    known = measurement.measured(earlier)
+    left = [run for run in runs[1:] if run.row not in known]
+    fabric = build_fabric(device=where.type)
+    fabric.launch()
+    console, heard = _console(), set[str]()
+    while earlier is None or left:
+        remaining = None if seconds is None else seconds - (time.monotonic() - begun)
+        if remaining is not None and remaining <= 0:
+            break
+        with _display() as display:
+            group = measurement.compare(
+                [runs[0], *left], corpus, fabric=fabric, effort=effort, seconds=remaining,
+                report=_follow(display, chosen.name),
+            )  # fmt: skip
+        left = group.left
+        earlier = measurement.join(earlier, result.begin("rows", where, settings), group)
+        write(path, earlier)
+        console.print(table.rows_table(group, chosen.name))
+        _say_notes(console, group, heard)
+    if left:
+        typer.echo(f"{len(left)} rows are left, {', '.join(run.row for run in left)}: run the same with --resume")
+    assert earlier is not None
+    _end(earlier, path)
+
+
+@app.command()
 def plot(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON of mgk bench attention.")],
     to: Annotated[Path | None, typer.Option("--to", help="The picture; default: beside the JSON.")] = None,

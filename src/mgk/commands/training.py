@@ -189,6 +189,13 @@ def sweep(
         float | None, typer.Option("--time", min=1, help="Save everything and stop before so many seconds are over.")
     ] = None,
     analyze: Annotated[bool, typer.Option("--analyze", help="Analyse each cell right after its end.")] = False,
+    evaluate: Annotated[
+        str | None,
+        typer.Option(
+            help="Evaluate each language model and translator right after its end, as mgk evaluate does, on these "
+            "splits, separated by spaces: test, or 'valid test'. Windows slide as the pages of results want it."
+        ),
+    ] = None,
     archive: Annotated[
         Path | None, typer.Option(help="Put what finished cells hold into this tar file, for mgk reproduce --collect.")
     ] = None,
@@ -200,7 +207,10 @@ def sweep(
         raise ValueError(f"a sweep must have a recipe, with rows and seeds, or a --plan, which has its own, got {got}")
     chosen, numbers = None if rows is None else rows.split(), parse_seeds("0" if seeds is None else seeds)
     count = parse_jobs(jobs)
-    if count == 1 and not (plan or seconds or analyze or archive or summary):
+    splits = [] if evaluate is None else evaluate.split()
+    if unknown := [split for split in splits if split not in ("train", "valid", "test")]:
+        raise ValueError(f"--evaluate must name splits, train, valid or test, got {unknown[0]!r}")
+    if count == 1 and not (plan or seconds or analyze or splits or archive or summary):
         from mgk.commands.sweep import run_sweep, table_of
 
         assert recipe is not None
@@ -235,7 +245,7 @@ def sweep(
             cells = cells_of(recipe, chosen, numbers, changes or [], folder)
         outcome = run_cells(
             cells, launcher, jobs=count, source=source, device=device, results=results, seconds=seconds,
-            archive=archive, analyze=analyze, summary=summary, progress=bar(Console(stderr=True)),
+            archive=archive, analyze=analyze, evaluate=splits, summary=summary, progress=bar(Console(stderr=True)),
         )  # fmt: skip
     for each in outcome.sweeps:
         Console().print(table_of(each))

@@ -13,8 +13,7 @@ from mgk.reproduction.missing import Need, find_missing
 from mgk.reproduction.page import Grid, Page
 from mgk.reproduction.published_code import ACCURACY, NOT_RUN, escapes, fidelity
 from mgk.reproduction.results import Results
-from mgk.reproduction.statistics import contrast, mean
-from mgk.reproduction.tables import show
+from mgk.reproduction.statistics import contrast, mean, show
 
 NAME = "fidelity"
 TITLE = "Fidelity: where our Long Range Arena training differs from the published code, and what that does"

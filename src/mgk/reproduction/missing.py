@@ -7,7 +7,8 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mgk.reproduction.metrics import Metric
+from mgk.reproduction.metrics import Metric, slide_of
+from mgk.reproduction.recipe import bundled
 from mgk.reproduction.results import ANALYSIS, Results, run_name
 
 RUNS = "runs"
@@ -63,7 +64,7 @@ def find_missing(results: Results, needs: Sequence[Need], page: str) -> list[Mis
         if source in ("evaluation", "analysis") and absent:
             own, what = after.setdefault((need.recipe, need.row), (set(), set()))
             own |= absent
-            what.add("analysis" if need.metric is None or source == "analysis" else need.metric.split)
+            what.add("analysis" if need.metric is None or source == "analysis" else _options(need.recipe, need.metric))
             absent -= results.trained(need.recipe, need.row)
         if absent:
             untrained.setdefault(need.recipe, {}).setdefault(need.row, set()).update(absent)
@@ -76,6 +77,12 @@ def find_missing(results: Results, needs: Sequence[Need], page: str) -> list[Mis
         command = f"mgk reproduce {page} --collect {RUNS} --results {results.folder}"
         listed.append(Missing(what="what the runs hold, brought here", commands=(command,)))
     return listed
+
+
+def _options(recipe: str, metric: Metric) -> str:
+    """Of ``mgk evaluate``: the split, and the stride where it is another than usual."""
+    stride = slide_of(str(bundled(recipe).values["data"]["corpus"])) if metric.slides else 1
+    return metric.split if stride == 1 else f"{metric.split} --stride {stride}"
 
 
 def _absent_seeds(results: Results, need: Need) -> set[int]:
@@ -127,7 +134,8 @@ def _afterwards(results: Results, recipe: str, row: str, seeds: Sequence[int], w
         to = f"{results.folder}/{ANALYSIS}/{run_name(recipe, row, 0).removesuffix('0')}"
         commands.append(_for_each(seeds, f"mgk analyze {folder}", f" --samples {SAMPLES} --to {to}", ""))
     return Missing(
-        what=f"{recipe} {row}, seed {seed_range(seeds)}: {', '.join(sorted(what))}", commands=tuple(commands)
+        what=f"{recipe} {row}, seed {seed_range(seeds)}: {', '.join(each.split()[0] for each in sorted(what))}",
+        commands=tuple(commands),
     )
 
 

@@ -44,6 +44,10 @@ class Page:
     missing: tuple[Missing, ...] = ()
     """What of that is not there."""
     notes: tuple[str, ...] = ()
+    ending: str = ""
+    """What all of it says, in a few sentences."""
+    limits: tuple[str, ...] = ()
+    """What it does not show, a sentence or two each."""
     numbers: int = 0
     """How many numbers of ours are on it."""
 
@@ -81,6 +85,10 @@ def markdown(page: Page) -> str:
         parts += ["## Missing", *_missing(page.missing)]
     if page.notes:
         parts += ["## Notes", "\n".join(f"- {note}" for note in page.notes)]
+    if page.ending:
+        parts += ["## Verdict", page.ending]
+    if page.limits:
+        parts += ["## What this does not show", "\n".join(f"- {limit}" for limit in page.limits)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -102,9 +110,10 @@ def test_in_words() -> str:
     return (
         f"Welch's t test between the seeds of two rows, two-sided, level {LEVEL}, p values adjusted by Holm over the "
         f'comparisons of one sentence; {MINIMUM_SEEDS} seeds in each row at least. "Not worse" is tested against the '
-        "margin of its metric (0.5 points of accuracy, perplexity or BLEU: ours, the paper has none). Differences are "
-        "positive where the first row is better, with the 95 % interval of the difference, not adjusted. "
-        '"Paired p" is that of the differences between runs with the same seed, adjusted likewise; it decides nothing. '
+        "margin of its metric (0.5 points of accuracy, perplexity or BLEU, 0.01 bits: ours, the paper has none). "
+        "Differences are positive where the first row is better, with the 95 % interval of the difference, not "
+        'adjusted. "Paired p" is that of the differences between runs with the same seed, adjusted likewise; it '
+        "decides nothing. "
         '"P(better)" is the probability that a run of the first row is better than one of the second, with its 95 % '
         'interval. "Over test items" is the 95 % interval of the difference if test items, and seeds, were drawn anew; '
         'binomial, over items alone, where results do not say which items were right. "Not shown": the seeds decide '
@@ -169,6 +178,22 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     if "corpus not to be had" in outcomes:
         return "holds where its corpus can be had" if "holds" in outcomes else "corpus not to be had"
     return "holds"
+
+
+def verdict_in_words(verdicts: Sequence[Verdict]) -> str:
+    """What holds, what does not, and what is open, sentence by sentence."""
+    found: dict[str, list[str]] = {}
+    for (sentence, _), own in by_sentence(verdicts).items():
+        found.setdefault(summary(own), []).append(sentence.removesuffix("."))
+    starts = {
+        "holds": "It holds:", "does not hold": "It does not hold, in one comparison at least:",
+        "not shown": "The seeds do not decide:", "not yet enough seeds": "There are not enough runs yet to say:",
+        "not yet measured": "It is not measured yet:", "corpus not to be had": "It cannot be judged:",
+        "holds where its corpus can be had": "It holds where its corpus can be had:",
+    }  # fmt: skip
+    return " ".join(
+        f"**{start}** {'; '.join(found[outcome])}." for outcome, start in starts.items() if outcome in found
+    )
 
 
 def _verdicts(verdicts: Sequence[Verdict]) -> list[str]:

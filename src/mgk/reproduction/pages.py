@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mgk.reproduction import cost_pages, fidelity, plateau, trained_pages
+from mgk.reproduction import cost_pages, equal_cache, fidelity, plateau, trained_pages
 from mgk.reproduction.page import Grid, Page, header, markdown, markdown_table
 from mgk.reproduction.results import Results
 from mgk.reproduction.tables import OURS, SEEDS, own_page, table_names, table_page
@@ -17,7 +17,7 @@ INDEX = "README.md"
 def names() -> list[str]:
     """Tables, then figures, as the paper numbers them, then experiments of ours."""
     figures = sorted({**cost_pages.PAGES, **trained_pages.PAGES}, key=lambda name: int(name[1:]))
-    return [*table_names(), *figures, *OURS, plateau.NAME, fidelity.NAME]
+    return [*table_names(), *figures, *OURS, equal_cache.NAME, plateau.NAME, fidelity.NAME]
 
 
 def parse_names(given: Sequence[str]) -> list[str]:
@@ -47,6 +47,8 @@ def build(name: str, results: Results, folder: Path, seeds: int = SEEDS) -> Page
         raise ValueError(f"seeds must be at least 1, got {seeds}")
     if name == fidelity.NAME:
         return fidelity.fidelity_page(results, seeds)
+    if name == equal_cache.NAME:
+        return equal_cache.equal_cache_page(results, folder, seeds)
     if name in cost_pages.PAGES:
         return cost_pages.PAGES[name](name, folder)
     if name in trained_pages.PAGES:

@@ -17,8 +17,8 @@ from mgk.reproduction.escape import step_of_escape
 from mgk.reproduction.metrics import metric
 from mgk.reproduction.page import Grid
 from mgk.reproduction.results import Results
+from mgk.reproduction.statistics import show
 from mgk.reproduction.survival import LogRank, Run, log_rank
-from mgk.reproduction.tables import show
 from mgk.training.configuration import read_yaml
 
 NOT_RUN = "not run yet"

@@ -11,9 +11,9 @@ from mgk.reproduction.metrics import Metric, metric
 from mgk.reproduction.page import Grid, Page, by_sentence, markdown_table, summary
 from mgk.reproduction.recipe import bundled
 from mgk.reproduction.results import Results
-from mgk.reproduction.statistics import mean, standard_error, t_quantile
+from mgk.reproduction.statistics import mean, show, standard_error, t_quantile
 from mgk.reproduction.survival_curves import split_row
-from mgk.reproduction.tables import OURS, show
+from mgk.reproduction.tables import OURS
 
 BEGIN = "<!-- results: written by `mgk reproduce all` from results/, do not edit up to the end of results -->"
 END = "<!-- end of results -->"

@@ -7,6 +7,7 @@
     results/curves/NAME.jsonl                   the metrics.jsonl of a run
     results/analysis/NAME/analysis.json         the numbers of mgk analyze, its pictures beside them
     results/bench/retrieval-DEVICE.json         mgk bench retrieval
+    results/bench/rows-RECIPE-DEVICE.json       mgk bench rows
     results/controls/NAME.json                  benchmarks/published_control.py, see :mod:`mgk.reproduction.controls`
 
 A file that is damaged is an error that names it. A run whose configuration is not that of its recipe of today counts,
@@ -31,7 +32,8 @@ from mgk.analysis.curves import read_measurements
 from mgk.evaluation.items import unpack_items
 from mgk.reproduction import numbers
 from mgk.reproduction.filing import OTHER, file_result
-from mgk.reproduction.metrics import Metric
+from mgk.reproduction.metrics import Metric, slide_of
+from mgk.reproduction.speeds import read_speeds
 from mgk.training import result
 
 EVALUATIONS, CURVES, ANALYSIS, BENCH, CONTROLS = "evaluations", "curves", "analysis", "bench", "controls"
@@ -64,6 +66,8 @@ class Results:
     """Measurements during training, by the name of the run."""
     measurements: Mapping[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
     """Those of ``mgk bench retrieval``, by recipe and row."""
+    speeds: Mapping[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
+    """Those of ``mgk bench rows``, by recipe and row."""
     right: Mapping[Key, NDArray[np.bool_]] = field(default_factory=dict)
     """Which test items each run got right, ``[items]``, of those runs that say so."""
     notes: tuple[str, ...] = ()
@@ -185,8 +189,8 @@ def read_results(folder: Path) -> Results:
     evaluations: dict[tuple[Key, str], Mapping[str, Any]] = {}
     for path in sorted((folder / EVALUATIONS).glob("*.json")):
         content = _read_run(path)
-        if content.get("stride") not in (None, 1):
-            notes.append(f"{path.relative_to(folder)} slid its window by {content['stride']}; the paper by 1")
+        if content.get("stride") not in (None, usual := slide_of(_corpus_of(content))):
+            notes.append(f"{path.relative_to(folder)} slid its window by {content['stride']}; wanted is {usual}")
             continue
         recipe = _file(content, path, folder, notes)
         if recipe is not None:
@@ -210,6 +214,7 @@ def read_results(folder: Path) -> Results:
         pictures=_renamed({name: folder / ANALYSIS / name for name in analyses}, names),
         trainings={name: _read_curve(path) for name, path in _renamed(curves, names).items()},
         measurements=measurements,
+        speeds=read_speeds(folder / BENCH, notes),
         right=_read_items(runs, evaluations),
         notes=(*notes, *_corpora(runs)),
     )
@@ -296,6 +301,10 @@ def _check_items(content: Mapping[str, Any], path: Path) -> None:
         accuracy = content["metrics"].get(split, content["metrics"]).get("accuracy")
         if accuracy is None or abs(share - accuracy) > 1e-6:
             raise ValueError(f"{path} must have items that agree with its accuracy of {accuracy}, got {share} right")
+
+
+def _corpus_of(content: Mapping[str, Any]) -> str:
+    return str(content["config"].get("data", {}).get("corpus", ""))
 
 
 def _corpora(runs: Mapping[Key, Mapping[str, Any]]) -> Iterator[str]:

@@ -154,3 +154,12 @@ def _fraction(a: float, b: float, x: float) -> float:
 
 def _away_from_zero(value: float) -> float:
     return value if abs(value) > _TINY else _TINY
+
+
+def show(values: Sequence[float], digits: int) -> str:
+    """``65.10 ± 0.12 (5 seeds)``."""
+    if not values:
+        return ""
+    error = standard_error(values)
+    centre = f"{mean(values):.{digits}f}"
+    return f"{centre} (1 seed)" if error is None else f"{centre} ± {error:.{digits}f} ({len(values)} seeds)"

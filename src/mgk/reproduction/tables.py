@@ -8,15 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mgk.recipes
+from mgk.reproduction import beside, throughput
 from mgk.reproduction.claims import MINIMUM_SEEDS, claims, judge, with_stand_ins
 from mgk.reproduction.items import ACCURACY, accuracy_interval
 from mgk.reproduction.metrics import Metric, metric
 from mgk.reproduction.missing import Need, find_missing
-from mgk.reproduction.page import Grid, Page
+from mgk.reproduction.page import Grid, Page, verdict_in_words
 from mgk.reproduction.recipe import bundled
 from mgk.reproduction.results import Results
 from mgk.reproduction.stand_ins import explain, in_place_of, is_gone
-from mgk.reproduction.statistics import correlation, mean, standard_error, t_quantile
+from mgk.reproduction.statistics import correlation, mean, show, standard_error, t_quantile
 
 Recipes = Mapping[str, Mapping[str, Mapping[str, float]]]
 """Published numbers by recipe, row and metric."""
@@ -32,6 +33,27 @@ OURS = {
     "tatoeba": "test_bleu",
 }
 """Our own experiments, on data that is at hand, and the number that each is about."""
+
+TIMED = ("enwik8", "wikitext2", "multi30k", "tatoeba")
+"""Those whose rows are to be compared at equal time as well."""
+
+_ONE_SIZE = "How the rows compare in a larger model, or after a longer training: there is one size and one length here."
+_SEEDS = "How far another test text would move a number: seeds vary the start of a training, not what it is tested on."
+LIMITS: Mapping[str, tuple[str, ...]] = {
+    "enwik8": (
+        _ONE_SIZE,
+        "Whether half the heads are worth it at equal memory or equal time: [equal-cache](equal-cache.md) asks that.",
+        _SEEDS,
+    ),
+    "wikitext2": (
+        "What WikiText-103 would show: 2 million words are few for a model of this size, and the best checkpoint of a "
+        "training that overfits is an early one.",
+        _SEEDS,
+    ),
+    "multi30k": ("What happens with long sentences: captions have a dozen words.", _ONE_SIZE, _SEEDS),
+    "tatoeba": ("What IWSLT'14 would show: its sentences are longer, and of talks.", _ONE_SIZE, _SEEDS),
+}
+"""What our own pages do not show."""
 
 TEXTS: Mapping[str, tuple[str, ...]] = {
     "T1": (
@@ -116,7 +138,7 @@ def table_page(name: str, results: Results, seeds: int = SEEDS) -> Page:
         verdicts=tuple(judge(with_stand_ins(claims(name), results), results)),
         needs=tuple(needs),
         missing=tuple(find_missing(results, needs, name)),
-        notes=results.notes_about(used),
+        notes=(*(text for recipe in used for text in throughput.note(recipe, results)), *results.notes_about(used)),
         numbers=sum(bool(results.values(need.recipe, need.row, need.metric)) for need in needs if need.metric),
     )
 
@@ -131,18 +153,26 @@ def own_page(name: str, results: Results, seeds: int = SEEDS) -> Page:
     """
     recipe = bundled(name)
     shown = metric(OURS[name])
-    lines = tuple((row, show(list(results.values(name, row, shown).values()), shown.decimals)) for row in recipe.rows)
-    needs = [Need(recipe=name, row=row, metric=shown, seeds=seeds) for row in recipe.rows]
+    heads, cells = beside.columns(name, [shown], recipe.rows, results)
+    lines = tuple(
+        (row, show(list(results.values(name, row, shown).values()), shown.decimals), *cells[row]) for row in recipe.rows
+    )
+    about = [shown, *beside.other_windows([shown])]
+    needs = [Need(recipe=name, row=row, metric=each, seeds=seeds) for each in about for row in recipe.rows]
+    untimed = throughput.find_untimed(name, recipe.rows, results) if name in TIMED else []
+    verdicts = tuple(judge(claims(name), results))
     return Page(
         name=name,
         title=recipe.title,
         text=("The paper has no such table: this is our own experiment, with the comparisons that it leaves out.",),
-        grids=(Grid(title="", header=("row", shown.title), lines=lines), *interval_grids([name], results)),
-        verdicts=tuple(judge(claims(name), results)),
+        grids=(Grid(title="", header=("row", shown.title, *heads), lines=lines), *interval_grids([name], results)),
+        verdicts=verdicts,
         needs=tuple(needs),
-        missing=tuple(find_missing(results, needs, name)),
-        notes=results.notes_about([name]),
-        numbers=sum(bool(cell) for _, cell in lines),
+        missing=(*find_missing(results, needs, name), *untimed),
+        notes=(*throughput.note(name, results), *results.notes_about([name])),
+        numbers=sum(bool(line[1]) for line in lines),
+        ending=verdict_in_words(verdicts) if name in LIMITS else "",
+        limits=LIMITS.get(name, ()),
     )
 
 
@@ -166,6 +196,10 @@ def _grid(group: Sequence[str], recipes: Recipes, averages: Mapping[str, float] 
     if averages is not None:
         header += ["average", "paper"]
     lines = [_line(row, columns, recipes, averages, results) for row in (*rows, *ours)]
+    if len(group) == 1 and not any(column.metric.source == "benchmark" for column in columns):
+        heads, cells = beside.columns(group[0], [column.metric for column in columns], [*rows, *ours], results)
+        header += heads
+        lines = [(*line, *cells[line[0]]) for line in lines]
     return Grid(title="" if len(group) > 1 or len(recipes) == 1 else group[0], header=tuple(header), lines=tuple(lines))
 
 
@@ -217,20 +251,13 @@ def _stand_in_grid(recipe: str, rows: Mapping[str, Mapping[str, float]], results
     assert other != recipe
     shown = [metric(found) for found in dict.fromkeys(key for metrics in rows.values() for key in metrics)]
     more = [row for row in results.rows(other) if row not in rows and results.values(other, row, shown[0])]
+    heads, cells = beside.columns(other, shown, [*rows, *more], results)
     lines = tuple(
-        (row, *(show(list(results.values(other, row, each).values()), each.decimals) for each in shown))
+        (row, *(show(list(results.values(other, row, each).values()), each.decimals) for each in shown), *cells[row])
         for row in (*rows, *more)
     )
-    return Grid(title=f"{other}, in place of {recipe}", header=("row", *(each.title for each in shown)), lines=lines)
-
-
-def show(values: Sequence[float], digits: int) -> str:
-    """``65.10 ± 0.12 (5 seeds)``."""
-    if not values:
-        return ""
-    error = standard_error(values)
-    centre = f"{mean(values):.{digits}f}"
-    return f"{centre} (1 seed)" if error is None else f"{centre} ± {error:.{digits}f} ({len(values)} seeds)"
+    header = ("row", *(each.title for each in shown), *heads)
+    return Grid(title=f"{other}, in place of {recipe}", header=header, lines=lines)
 
 
 def _line(

@@ -15,7 +15,7 @@ from mgk.reproduction.missing import Need, find_missing
 from mgk.reproduction.page import Grid, Page
 from mgk.reproduction.results import Results
 from mgk.reproduction.stand_ins import explain, in_place_of, name_stand_ins
-from mgk.reproduction.tables import show
+from mgk.reproduction.statistics import show
 
 RETRIEVAL = {"lra/retrieval": ("softmax-2", "mgk-1", "mgk-2"), "lra/retrieval-linear": ("linear-2", "mlk-1", "mlk-2")}
 """Rows of figures 1 and 11, the baseline first."""

@@ -80,6 +80,11 @@ class GraphedStep:
         self._scale = torch.zeros((), device=device)
         self._failed = False
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether there is a graph, and none has failed."""
+        return bool(self._recordings) and not self._failed
+
     def __call__(self, batch: dict[str, Tensor], num_targets: Tensor, scale: Tensor) -> Tensor:
         """The loss, which the next call may overwrite."""
         shape: Shape = tuple((name, tuple(tensor.shape)) for name, tensor in batch.items())

@@ -189,6 +189,15 @@ class Trainer:
             self._prune()
         self._clock = time.perf_counter()
 
+    def wait(self) -> None:
+        """Until every update that was queued is done, and :attr:`state` has what came of it."""
+        self._settle()
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether updates are replayed as CUDA graphs by now."""
+        return self._graphs is not None and self._graphs.is_recorded
+
     def load_best(self) -> Checkpoint:
         """Give the model the weights of the best validation."""
         if self.state.best is None:

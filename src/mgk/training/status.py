@@ -21,7 +21,7 @@ STATUS = "status.json"
 EVERY = 0.5
 """Seconds between two writings: often enough to look at, seldom enough to cost nothing."""
 
-State = Literal["starting", "training", "analysing", "done", "stopped", "failed"]
+State = Literal["starting", "training", "evaluating", "analysing", "done", "stopped", "failed"]
 
 
 @dataclass(kw_only=True)

@@ -76,6 +76,7 @@ def run_cells(
     seconds: float | None = None,
     archive: Path | None = None,
     analyze: bool = False,
+    evaluate: Sequence[str] = (),
     summary: Path | None = None,
     table: LiveTable | None = None,
     progress: Bar = no_progress,
@@ -92,6 +93,7 @@ def run_cells(
         seconds: after which everything is to have ended, since this process began.
         archive: a file for what finished cells hold.
         analyze: whether to analyse each cell after its end.
+        evaluate: the splits on which each language model and translator is evaluated after its end.
         summary: a JSON file for what the sweep took.
         table: shows how far it is.
         progress: shows how far the preparing of the data is.
@@ -103,7 +105,7 @@ def run_cells(
         raise ValueError("--device must be one that is there, got cuda, and torch sees no GPU")
     if archive is not None:
         archives.check_name(archive)
-    known = [_look_up(cell, device, results, analyze) for cell in cells]
+    known = [_look_up(cell, device, results, analyze, evaluate) for cell in cells]
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(GracefulStop())
         _prepare(known, source, progress)
@@ -117,7 +119,7 @@ def run_cells(
         scheduler = Scheduler(
             known, launcher, capacity,
             argument_of=lambda cell: cell_process.argument_of(
-                cell, device=device, threads=threads, analyze=analyze, results=results
+                cell, device=device, threads=threads, analyze=analyze, results=results, evaluate=evaluate
             ),
             device=device, view=table, stop=stop, deadline=None if seconds is None else begun + seconds,
             afterwards=lambda: 0.0 if archive is None else 1.0 + to_pack.size(known) / archives.BYTES_PER_SECOND,
@@ -150,13 +152,14 @@ def process_seconds() -> float:
         return time.process_time()
 
 
-def _look_up(cell: Cell, device: str, results: Path | None, analyze: bool) -> Progress:
+def _look_up(cell: Cell, device: str, results: Path | None, analyze: bool, evaluate: Sequence[str]) -> Progress:
     """Whether a cell is done: in its folder, or, where the folder is gone, among the results."""
     found = Progress(cell=cell)
     try:
         found.result = finished(cell.folder, cell.config, device)
         if found.result is not None:
-            if analyze and not cell_process.is_analysed(cell.folder):
+            lacks = cell_process.not_evaluated(cell.folder, cell.config, evaluate)
+            if lacks or (analyze and not cell_process.is_analysed(cell.folder)):
                 found.result = None
                 return found
             if results is not None:

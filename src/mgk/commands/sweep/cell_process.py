@@ -1,9 +1,9 @@
-"""One cell, in a process of its own: trained, tested, and analysed if that is wanted."""
+"""One cell, in a process of its own: trained, tested, and evaluated and analysed if that is wanted."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ from mgk.commands.sweep.cell import Cell
 from mgk.data import registry
 from mgk.data.store import Corpus
 from mgk.reproduction.collection import copy_run
+from mgk.reproduction.metrics import slide_of
 from mgk.reproduction.missing import SAMPLES
 from mgk.training import result
 from mgk.training.configuration import RunConfig, from_mapping, to_mapping
 from mgk.training.corpora import default_folder
 from mgk.training.distributed import build_fabric
 from mgk.training.errors import RunLockedError
+from mgk.training.evaluate import evaluate_run
 from mgk.training.run import fit
 from mgk.training.status import StatusDisplay, StatusFile
 
@@ -31,7 +33,9 @@ LOCKED_SECONDS = 75.0
 """How long to wait for a folder that a process of a sweep before this one may still be saving to."""
 
 
-def argument_of(cell: Cell, *, device: str, threads: int, analyze: bool, results: Path | None) -> dict[str, Any]:
+def argument_of(
+    cell: Cell, *, device: str, threads: int, analyze: bool, results: Path | None, evaluate: Sequence[str] = ()
+) -> dict[str, Any]:
     """What :func:`work` has to know, as JSON can hold it."""
     return {
         "config": to_mapping(cell.config),
@@ -40,6 +44,7 @@ def argument_of(cell: Cell, *, device: str, threads: int, analyze: bool, results
         "device": device,
         "threads": threads,
         "analyze": analyze,
+        "evaluate": list(evaluate),
         "results": None if results is None else str(results.absolute()),
     }
 
@@ -47,6 +52,13 @@ def argument_of(cell: Cell, *, device: str, threads: int, analyze: bool, results
 def is_analysed(folder: Path) -> bool:
     """Whether the analysis of a run is where the results are collected from."""
     return (folder / DEFAULT_FOLDER / NUMBERS).is_file()
+
+
+def not_evaluated(folder: Path, config: RunConfig, splits: Sequence[str]) -> list[str]:
+    """The splits on which a run is still to be evaluated; of a classifier its result says all there is."""
+    if config.task not in ("language", "translation"):
+        return []
+    return [split for split in splits if not (folder / f"evaluation-{split}.json").is_file()]
 
 
 def work(argument: Mapping[str, Any]) -> int:
@@ -59,6 +71,9 @@ def work(argument: Mapping[str, Any]) -> int:
         corpus = registry.open_corpus(config.data.corpus, default_folder(config.data))
         if not (folder / result.RESULT).is_file():
             _train(config, folder, corpus, argument["device"], file, argument["command"])
+        for split in not_evaluated(folder, config, argument["evaluate"]):
+            file.enter("evaluating")
+            evaluate_run(folder, split, stride=slide_of(config.data.corpus), device=argument["device"])
         if argument["analyze"] and not is_analysed(folder):
             file.enter("analysing")
             samples = min(SAMPLES, count_samples(config, corpus, "test"))

@@ -103,7 +103,7 @@ class Scheduler:
             each.look(self.clock())
             if each.status is not None:
                 self.capacity.note(each.cell, each.status)
-                is_past = each.status.state in ("analysing", "done")
+                is_past = each.status.state in ("evaluating", "analysing", "done")
                 if is_past or each.status.step >= each.status.first_step + WARM_STEPS:
                     self._warm.add(each.cell.row)
         ended = [each for each in self.running if each.child is not None and each.child.code is not None]
