@@ -127,7 +127,7 @@ class RowStep:
         is_cuda = self.device.type == "cuda"
         if is_cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-        for _ in range(WARM_UP_OF_SHAPES if is_cuda and self.trainer.task.widths_vary else WARM_UP):
+        for _ in range(WARM_UP_OF_SHAPES if is_cuda and self._shapes_vary() else WARM_UP):
             self.trainer.wait()
             begun = time.perf_counter()
             self.train()
@@ -157,6 +157,11 @@ class RowStep:
         """End the threads that make batches."""
         self.trainer.wait()
         self._walk.close()  # type: ignore[attr-defined]
+
+    def _shapes_vary(self) -> bool:
+        """Whether batches of this run differ in their shapes."""
+        task, batch = self.trainer.task, self.trainer.batches.batch(0, 0)
+        return any(task.varying_dimension(name, tensor) is not None for name, tensor in batch.items())
 
     def _first_update(self) -> float:
         """How far its loss is from that of the same weights, uncompiled, as a fraction."""
