@@ -16,7 +16,9 @@ from mgk.data.registry import KINDS
 from mgk.models import architecture
 from mgk.nn import PRESETS
 from mgk.recipes import Recipe, load, names, parse_row, row_name
+from mgk.reproduction import shift
 from mgk.reproduction.fidelity import variants
+from mgk.reproduction.recipe import home
 from mgk.training.configuration import differences, to_mapping
 from mgk.training.resolved_model import conversion_options
 
@@ -25,6 +27,7 @@ PRECISIONS = {
     "lra/listops-fp16": "fp16", "lra/listops-fp32": "fp32", "lra/listops-published": "fp16",
     "lra/listops-unpacked": "bf16",
 }  # fmt: skip
+ABLATIONS = ["iwslt14-variances", "multi30k-variances", "lra/listops-shifts", "enwik8-shifts"]
 LINEAR = [name for name in names() if name.endswith("-linear")]
 
 # Heads of the baseline, of whose half the paper's claim is, and what all rows of the comparison share.
@@ -88,7 +91,25 @@ def test_every_row_gives_a_run_and_a_model(name):
 
 
 def test_which_recipes_are_comparisons():
-    assert COMPARISONS.keys() == set(names()) - {*LINEAR, *variants(), *CONVERSIONS, "iwslt14-variances"}
+    assert COMPARISONS.keys() == set(names()) - {*LINEAR, *variants(), *CONVERSIONS, *ABLATIONS}
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_an_ablation_adds_rows_and_changes_nothing_else(name):
+    """Rows that both have are the same runs, so they are not trained twice."""
+    recipe, base = load(name), load(name.rpartition("-")[0])
+    assert recipe.values == base.values
+    shared = set(recipe.rows) & set(base.rows)
+    assert shared
+    for row in recipe.rows:
+        assert home(name, row) == (base.name if row in shared else name)
+        assert home(base.name, row) == base.name
+
+
+def test_every_size_of_the_shifts_has_a_row():
+    for name, sizes in {"lra/listops-shifts": shift.SIZES, "enwik8-shifts": (0.0, 0.3, 1.0)}.items():
+        assert {shift.sized(size, 4) for size in sizes} <= set(load(name).rows)
+    assert {shift.sized(size, 2) for size in shift.SIZES} <= set(load("lra/listops-shifts").rows)
 
 
 @pytest.mark.parametrize("name", variants())
