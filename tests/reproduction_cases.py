@@ -110,7 +110,7 @@ def write_shift(folder, *, seeds=4, escapes=None):
     layer = {"logits": 0.5, "logits_of_the_key_alone": 0.3}
     layer |= {f"{name}_{what}": 0.1 for name in ("q_proj", "k_proj") for what in ("gradient", "in_common", "step")}
     options = {"longer_than": 50, "shorter_than": 100, "batch_size": 16, "batches": 8, "step": 1e-4}
-    rows = [row for row in load("lra/listops-shifts").rows if "-4" in row]
+    rows = ["mgk-4", *(row for row in load("lra/listops-shifts").rows if "-4" in row)]
     runs = {
         "gradients": [
             {"row": row, "seed": seed, "layers": [layer, layer]} for row in rows for seed in range(seeds)
