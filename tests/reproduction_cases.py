@@ -10,6 +10,7 @@ import zlib
 from mgk import recipes
 from mgk.evaluation import pack_items
 from mgk.reproduction.published_code import fidelity
+from mgk.reproduction.recipe import home
 from mgk.reproduction.results import run_name
 from mgk.reproduction.stand_ins import STAND_INS
 from mgk.reproduction.tables import TIMED
@@ -102,6 +103,31 @@ def write_control(folder, heads, dropout, seed, *, accuracy, escape=None, steps=
     }  # fmt: skip
     result.write(path, content)
     return path
+
+
+def write_shift(folder, *, seeds=4, escapes=None):
+    """Both files of ``benchmarks/shift.py``; ``escapes``: by row of short lists, the step at which the first seed left,
+    the others a little later."""
+    layer = {"logits": 0.5, "logits_of_the_key_alone": 0.3}
+    layer |= {f"{name}_{what}": 0.1 for name in ("q_proj", "k_proj") for what in ("gradient", "in_common", "step")}
+    options = {"longer_than": 50, "shorter_than": 100, "batch_size": 16, "batches": 8, "step": 1e-4}
+    rows = ["mgk-4", *(row for row in load("lra/listops-shifts").rows if "-4" in row)]
+    runs = {
+        "gradients": [
+            {"row": row, "seed": seed, "layers": [layer, layer]} for row in rows for seed in range(seeds)
+        ],
+        "short-lists": [
+            {"row": row, "seed": seed, "step": step + seed, "left": True}
+            for row, step in (escapes or {row.replace("-4", "-1"): 300 for row in rows}).items()
+            for seed in range(seeds)
+        ],
+    }  # fmt: skip
+    facts = {"learning_rate": 2e-4, "warmup": 100, "steps": 1500, "window": 100, "largest_class": 0.16,
+             "root_operator": 0.34, "threshold": 0.25}  # fmt: skip
+    more = {"gradients": {"heads": 4}, "short-lists": {"heads": 1, **facts}}
+    for name, own in runs.items():
+        content = {"measurement": name, "recipe": "lra/listops", "options": {**options, **more[name]}, "runs": own}
+        result.write(folder / "shift" / f"{name}.json", content)
 
 
 def write_analysis(folder, recipe, row, seed, *, rank=100.0, nll=0.2, layers=2, priors=None):
@@ -209,7 +235,8 @@ def write_everything(folder, seeds, *, has_retrieval=True):
                     )
     levels = {
         "peerread": (0.6, 0.01), "enwik8": (1.5, -0.02), "wikitext2": (90.0, -2.0), "smollm2": (30.0, -1.0),
-        "multi30k": (30.0, 1.0), "tatoeba": (40.0, 1.0),
+        "multi30k": (30.0, 1.0), "tatoeba": (40.0, 1.0), "multi30k-variances": (30.0, 1.0),
+        "enwik8-shifts": (1.5, -0.02),
     }  # fmt: skip
     for recipe, (first, step) in levels.items():
         # Mixtures are the best, then one Gaussian, then normalised softmax.
@@ -218,14 +245,17 @@ def write_everything(folder, seeds, *, has_retrieval=True):
             level = 1 if "qk_norm" in row else kinds.get(row.split("+")[0].rpartition("-")[0], 3)
             for seed in range(seeds):
                 value = first + step * (level + 0.02 * seed)
-                run = {"peerread": {"accuracy": value}, "enwik8": {"bits_per_token": value}}.get(recipe, {})
+                if home(recipe, row) != recipe:
+                    continue
+                run = {"accuracy": value} if recipe == "peerread" else {}
+                run = {"bits_per_token": value} if recipe.startswith("enwik8") else run
                 run = {"perplexity": value} if recipe in ("smollm2", "wikitext2") else run
                 write_run(folder, recipe, row, seed, **run)
                 if recipe == "wikitext2":
                     write_evaluation(folder, recipe, row, seed, sliding_perplexity=value)
                 elif recipe == "enwik8":
                     write_evaluation(folder, recipe, row, seed, stride=64, sliding_bits_per_token=value - 0.01)
-                elif recipe in ("multi30k", "tatoeba"):
+                elif recipe.startswith(("multi30k", "tatoeba")):
                     write_evaluation(folder, recipe, row, seed, stride=None, tokenised_lowercase_bleu=value)
         if recipe in TIMED:
             write_speeds(folder, recipe, {row: 2e6 - 1e4 * place for place, row in enumerate(load(recipe).rows)})
@@ -247,6 +277,15 @@ def write_everything(folder, seeds, *, has_retrieval=True):
                 if row not in published["lra/listops"]:
                     write_run(folder, "lra/listops", row, seed, accuracy=0.37 + 0.001 * seed)
                 write_escape(folder, "lra/listops", row, seed, step + 50 * seed)
+    for row in load("lra/listops-shifts").rows:
+        for seed in range(seeds):
+            if home("lra/listops-shifts", row) == "lra/listops-shifts":
+                write_run(folder, "lra/listops-shifts", row, seed, accuracy=0.37)
+                write_escape(folder, "lra/listops-shifts", row, seed, 2000 + 50 * seed)
+    for row in load("enwik8-shifts").rows:
+        for seed in range(seeds):
+            write_curve(folder, home("enwik8-shifts", row), row, seed)
+    write_shift(folder)
     for recipe, rows in {
         "lra/retrieval": ("softmax-2", "softmax-4", "mgk-1", "mgk-2", "mgk-4", "smgk-1", "gaussian-1"),
         "lra/retrieval-linear": ("linear-4", "mlk-4", "mlk-2"),
@@ -285,12 +324,11 @@ def write_equal_cache(folder, seeds):
     bits = {"softmax": 1.48, "mgk": 1.45, "gaussian": 1.46, "smgk": 1.40}
     for row in recipe.rows:
         for seed in range(seeds):
-            value = bits[row.partition("-")[0]] - 0.0004 * seed
-            write_run(folder, recipe.name, row, seed, bits_per_token=value)
-    for home, row in recipe.table:
-        for seed in range(seeds):
-            write_curve(folder, home, row, seed, best=0.4)
-    write_speeds(folder, recipe.name, {row: 1e6 + 1e5 * place for place, (_, row) in enumerate(recipe.table)})
+            write_curve(folder, home(recipe.name, row), row, seed, best=0.4)
+            if home(recipe.name, row) == recipe.name:
+                value = bits[row.partition("-")[0]] - 0.0004 * seed
+                write_run(folder, recipe.name, row, seed, bits_per_token=value)
+    write_speeds(folder, recipe.name, {row: 1e6 + 1e5 * place for place, row in enumerate(recipe.rows)})
 
 
 def published_rows():

@@ -50,6 +50,12 @@ from mgk.models import ARCHITECTURES, MGKConfig, MGKModel, architecture
         ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got 0"),
         ({"num_components": 0}, "num_components must be at least 1, got 0"),
         ({"dropout": 1.0}, "dropout must lie in [0, 1), got 1.0"),
+        ({"query_bias_init_std": -1.0}, "query_bias_init_std must be finite and not negative, got -1.0"),
+        (
+            {"query_bias_init_std": 1.0, "attention_bias": False},
+            "query_bias_init_std must be left out with attention_bias=False, got 1.0",
+        ),
+        ({"prior": "em"}, "'prior' expected one of"),
         ({"norm_eps": float("nan")}, "norm_eps must be finite and not negative, got nan"),
         ({"adaptive_cutoffs": [20, 10]}, "adaptive_cutoffs must grow from above 0 to below vocab_size=32000"),
         ({"adaptive_cutoffs": [40000]}, "got [40000]"),

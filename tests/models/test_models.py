@@ -769,3 +769,27 @@ def test_shifts_that_start_at_zero_are_loaded_as_they_were_saved(tmp_path):
     loaded = type(model).from_pretrained(tmp_path)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[name].to(tensor)), name
+
+
+def test_the_bias_of_the_queries_may_start_large(tmp_path):
+    """As large as a shift is; the other biases start as they did. What was saved is loaded, not drawn."""
+    torch.manual_seed(0)
+    options = {"initialization": "torch", "hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}
+    model = make_model("classifier", "softmax", query_bias_init_std=1.0, **options)
+    attentions = [module for module in model.modules() if hasattr(module, "q_proj")]
+    assert len(attentions) == 2
+    for attention in attentions:
+        assert 0.8 < attention.q_proj.bias.std() < 1.2
+        assert attention.k_proj.bias.abs().max() <= 64**-0.5
+        assert attention.q_proj.weight.abs().max() <= 64**-0.5
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name].to(tensor)), name
+
+
+def test_a_prior_may_stay_uniform():
+    model = make_model("classifier", "smgk", prior="uniform")
+    assert not any("prior" in name for name, _ in model.named_parameters())
+    learned = make_model("classifier", "smgk-em", prior="learned")
+    assert sum(name.endswith("prior.logits") for name, _ in learned.named_parameters()) == 2

@@ -184,6 +184,21 @@ def test_the_first_shift_may_start_at_zero():
     assert layer.keys.shift.grad[:, 0].any()
 
 
+@pytest.mark.parametrize("backend", ["reference", "chunked", "sdpa"])
+def test_shifts_that_start_at_zero_never_come_apart(backend):
+    """Equal components get equal gradients, and so do their priors: they stay one Gaussian, to the last bit."""
+    torch.manual_seed(0)
+    layer = mgk.build_attention("smgk", 24, 2, head_dim=8, shift_init_std=0.0, backend=backend)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+    for _ in range(5):
+        optimizer.zero_grad()
+        layer(torch.randn(2, 9, 24)).square().sum().backward()
+        optimizer.step()
+    assert layer.keys.shift.abs().min() > 1e-3
+    assert torch.equal(layer.keys.shift[:, 0], layer.keys.shift[:, 1])
+    assert torch.equal(layer.prior.logits[:, 0], layer.prior.logits[:, 1])
+
+
 def test_compiled_layer_is_the_eager_layer():
     torch.compiler.reset()
     layer = build("smgk-em", is_causal=True)

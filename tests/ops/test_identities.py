@@ -57,6 +57,42 @@ def test_one_shift_is_redundant():
     assert relative_error(attend(moved), attend(inputs)) < 1e-12
 
 
+def test_one_shift_is_a_constant_of_the_queries():
+    """|q - k - b|^2 = |(q - b) - k|^2; and that is a dot product of q - b, but for the lengths of the keys."""
+    query, key, shift = normal(2, 3, 7, 8), normal(2, 3, 9, 8), normal(3, 1, 8)
+    variance = math.sqrt(8)
+    shifted = mgk.mixture_weights(query, key, shift=shift)
+    assert relative_error(mgk.mixture_weights(query - shift, key), shifted) < 1e-12
+    product = mgk.mixture_weights(query - shift, key, similarity="dot")
+    factor = (-key.square().sum(-1) / (2 * variance)).exp()[:, :, None]
+    expected = product * factor
+    assert relative_error(expected / expected.sum(-1, keepdim=True), shifted) < 1e-12
+    # Under a dot product the same shift does nothing.
+    none = mgk.mixture_weights(query, key, similarity="dot")
+    assert relative_error(mgk.mixture_weights(query, key, shift=shift, similarity="dot"), none) < 1e-12
+
+
+@pytest.mark.parametrize("components", [1, 2, 3])
+def test_what_several_shifts_are_to_second_order(components):
+    """One Gaussian with their mean, and with I - C / variance between query and key: what is left is of third order."""
+    query, key, shift = normal(1, 1, 6, 8), normal(1, 1, 9, 8), normal(1, components, 8)
+    log_prior = normal(1, components).log_softmax(-1)
+    variance = math.sqrt(8)
+    share = (log_prior - shift.square().sum(-1) / (2 * variance)).softmax(-1)[0]
+    mean = share @ shift[0]
+    covariance = (share[:, None] * (shift[0] - mean)).mT @ (shift[0] - mean)
+    between = torch.eye(8, dtype=torch.float64) - covariance / variance
+    errors = []
+    for size in (1e-2, 1e-3):
+        q, k = size * query, size * key
+        weights = mgk.mixture_weights(q, k, shift=shift, log_prior=log_prior)[0, 0]
+        column = (-k @ mean - ((k @ between) * k).sum(-1) / 2)[0, 0] / variance
+        logits = (q @ between @ k.mT)[0, 0] / variance + column
+        errors.append((weights.log() - logits.log_softmax(-1)).abs().max().item() / size**2)
+    assert errors[1] < 0.2 * errors[0] + 1e-9
+    assert torch.linalg.matrix_rank(covariance, rtol=1e-9).item() == components - 1
+
+
 def test_a_key_of_zeros_is_not_neutral():
     """It is nearer to a query than other keys are, so padding has to be masked; under a dot product it scores 0."""
     query, key = normal(1, 1, 200, 64), normal(1, 1, 100, 64)

@@ -16,7 +16,9 @@ from mgk.data.registry import KINDS
 from mgk.models import architecture
 from mgk.nn import PRESETS
 from mgk.recipes import Recipe, load, names, parse_row, row_name
+from mgk.reproduction import shift
 from mgk.reproduction.fidelity import variants
+from mgk.reproduction.recipe import home
 from mgk.training.configuration import differences, to_mapping
 from mgk.training.resolved_model import conversion_options
 
@@ -25,6 +27,7 @@ PRECISIONS = {
     "lra/listops-fp16": "fp16", "lra/listops-fp32": "fp32", "lra/listops-published": "fp16",
     "lra/listops-unpacked": "bf16",
 }  # fmt: skip
+ABLATIONS = ["iwslt14-variances", "multi30k-variances", "lra/listops-shifts", "enwik8-shifts", "enwik8-equal-cache"]
 LINEAR = [name for name in names() if name.endswith("-linear")]
 
 # Heads of the baseline, of whose half the paper's claim is, and what all rows of the comparison share.
@@ -88,13 +91,26 @@ def test_every_row_gives_a_run_and_a_model(name):
 
 
 def test_which_recipes_are_comparisons():
-    assert COMPARISONS.keys() == set(names()) - {
-        *LINEAR,
-        *variants(),
-        *CONVERSIONS,
-        "iwslt14-variances",
-        "enwik8-equal-cache",
-    }
+    assert COMPARISONS.keys() == set(names()) - {*LINEAR, *variants(), *CONVERSIONS, *ABLATIONS}
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_an_ablation_adds_rows_and_changes_nothing_else(name):
+    """Rows that both have are the same runs, so they are not trained twice."""
+    recipe = load(name)
+    (base,) = [load(other) for other in {home(name, row) for row in recipe.rows} - {name}]
+    assert recipe.values == base.values
+    shared = set(recipe.rows) & set(base.rows)
+    assert shared
+    for row in recipe.rows:
+        assert home(name, row) == (base.name if row in shared else name)
+        assert home(base.name, row) == base.name
+
+
+def test_every_size_of_the_shifts_has_a_row():
+    for name, sizes in {"lra/listops-shifts": shift.SIZES, "enwik8-shifts": (0.0, 0.3, 1.0)}.items():
+        assert {shift.sized(size, 4) for size in sizes} <= set(load(name).rows)
+    assert {shift.sized(size, 2) for size in shift.SIZES} <= set(load("lra/listops-shifts").rows)
 
 
 @pytest.mark.parametrize("name", variants())
@@ -311,30 +327,9 @@ def test_a_recipe_of_ones_own(tmp_path):
     assert load(above).rows == recipe.rows
 
 
-def test_rows_of_another_recipe_stand_beside_those_of_a_table(tmp_path):
-    """Their runs are those of the other recipe, with the same configuration but for its name."""
-    recipe, other = load("enwik8-equal-cache"), load("enwik8")
-    assert set(recipe.rows).isdisjoint(other.rows)
-    for name, row in recipe.table:
-        assert name == ("enwik8" if row in other.rows else "enwik8-equal-cache")
-        assert differences(to_mapping(recipe.config(row)), to_mapping(load(name).config(row))).keys() <= {"name"}
-    path = write(tmp_path / "mine.yaml", "base: enwik8\nrows: [mgk-2, mgk-1]\nbeside: {enwik8: [mgk-4]}\n")
-    assert load(path).table == (("enwik8", "mgk-4"), ("mine", "mgk-2"), ("mine", "mgk-1"))
-    # With other values it would be another table.
-    assert load(write(tmp_path / "other.yaml", "base: mine.yaml\noptimizer: {lr: 1}\n")).beside == {}
-
-
 @pytest.mark.parametrize(
     ("content", "kind", "message"),
     [
-        ("base: enwik8\nbeside: [mgk-4]", TypeError, r"beside must be rows by recipe, got \['mgk-4'\]"),
-        ("base: enwik8\nbeside: {enwik8: mgk-4}", TypeError, "beside enwik8 must be a list of text, got 'mgk-4'"),
-        ("base: enwik8\nrows: [mgk-2]\nbeside: {enwik8: [mgk-3]}", ValueError, "enwik8 has and this .* got mgk-3"),
-        ("base: enwik8\nbeside: {enwik8: [mgk-4]}", ValueError, "and this recipe has not, got mgk-4"),
-        (
-            "base: enwik8\nrows: [mgk-2]\nbeside: {enwik8: [mgk-4]}\noptimizer: {lr: 1}", ValueError,
-            "must have the values of enwik8 to have its rows beside, got others",
-        ),
         ("titel: x", ValueError, r"one of title, source, .*, got 'titel' \(did you mean 'title'\?\) in .*mine.yaml"),
         ("seed: 3", ValueError, "got 'seed'"),
         ("name: x", ValueError, "got 'name'"),

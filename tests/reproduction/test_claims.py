@@ -31,12 +31,14 @@ def test_pages_of_claims_exist():
 @pytest.mark.parametrize("claim", EVERY, ids=lambda claim: f"{claim.page}: {claim.what}")
 def test_rows_of_claims_are_rows_of_recipes(claim):
     for recipe in claim.recipes:
-        assert {claim.first, claim.second} <= {row for _, row in load(recipe).table}
+        assert {claim.first, claim.second} <= set(load(recipe).rows)
     assert claim.metric.higher_is_better is not None
     assert claim.kind == "better" or claim.metric.margin > 0
 
 
-@pytest.mark.parametrize("page", [page for page in pages() if page[0] != "F" and page not in (*OURS, "equal-cache")])
+@pytest.mark.parametrize(
+    "page", [page for page in pages() if page[0] != "F" and page not in (*OURS, "equal-cache", "shift")]
+)
 def test_rows_of_claims_have_published_numbers(page):
     rows = recipes.paper()["tables"][page]["recipes"]
     for claim in claims(page):

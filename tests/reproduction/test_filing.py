@@ -177,3 +177,32 @@ def test_a_curve_without_its_run_is_named(tmp_path):
     found = read_results(tmp_path)
     assert list(found.curves("lra/listops", "softmax-2")) == [0]
     assert found.notes == ("curves/lra-listops-softmax-2-seed-0 is of a run whose own result is not here",)
+
+
+def test_a_row_that_a_recipe_has_from_another_is_kept_there(tmp_path):
+    """`lra/listops-shifts` only adds rows to `lra/listops`: one of both is one run, whoever started it."""
+    assert file_result(content_of("lra/listops-shifts", "smgk-4")).recipe == "lra/listops"
+    assert file_result(content_of("lra/listops", "smgk-4")).recipe == "lra/listops"
+    added = content_of("lra/listops-shifts", "smgk-4+num_components=1")
+    assert file_result(added).recipe == "lra/listops-shifts"
+    # Started as a variant of the recipe itself, it is the row of the other one all the same.
+    assert folder_of(content_of("lra/listops", "smgk-4")) == "lra/listops"
+    path = write_result(tmp_path, content_of("lra/listops-shifts", "smgk-4", metrics={"test": {"accuracy": 0.37}}))
+    assert path == tmp_path / "lra" / "listops" / "smgk-4-seed-0.json"
+    results = read_results(tmp_path)
+    assert results.notes == ()
+    for recipe in ("lra/listops", "lra/listops-shifts"):
+        assert results.values(recipe, "smgk-4", ACCURACY) == {0: pytest.approx(37.0)}
+        assert results.trained(recipe, "smgk-4") == {0}
+    assert results.rows("lra/listops-shifts") == []
+
+
+def test_curves_and_evaluations_are_found_under_both_recipes(tmp_path):
+    write_run(tmp_path, "multi30k", "mgk-2", 1)
+    write_evaluation(tmp_path, "multi30k", "mgk-2", 1, stride=None, tokenised_lowercase_bleu=40.0)
+    write_curve(tmp_path, "multi30k", "mgk-2", 1)
+    results = read_results(tmp_path)
+    for recipe in ("multi30k", "multi30k-variances"):
+        assert list(results.values(recipe, "mgk-2", metric("test_bleu")).values()) == [40.0]
+        assert list(results.curves(recipe, "mgk-2")) == [1]
+    assert results.curves("multi30k-variances", "mgk-2+learn_variance") == {}

@@ -124,7 +124,7 @@ def test_every_command_is_understood(typed):
 
 def test_commands_survive_a_shell(typed):
     """Rows with commas, signs and several words arrive as one word each."""
-    rows = next(words for words in typed if words[:2] == ["sweep", "iwslt14-variances"])
+    rows = next(words for words in typed if words[:2] == ["sweep", "multi30k-variances"])
     listed = rows[rows.index("--rows") + 1].split()
     assert "mgk-2+variance_scale=1,0.5" in listed
     assert all(shlex.quote(row) == row for row in listed)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mgk.reproduction.survival import kaplan_meier, log_rank, median
+from mgk.reproduction.survival import kaplan_meier, log_rank, log_rank_trend, median
 
 # Weeks of remission of 42 children with leukaemia (Freireich 1963, printed in Gehan 1965): the example of textbooks.
 TREATED = [
@@ -140,3 +140,40 @@ def test_bad_input():
         kaplan_meier([(0, True)])
     with pytest.raises(ValueError, match="at least one stratum, got none"):
         log_rank([])
+
+
+class TestTrend:
+    def test_of_two_groups_it_is_the_log_rank_test(self):
+        first, second = [(3, True), (4, True), (5, True), (9, False)], [(1, True), (2, True), (6, True), (2.5, True)]
+        trend, plain = log_rank_trend([[first, second]]), log_rank([(second, first)])
+        assert trend.excess == pytest.approx(plain.excess)
+        assert trend.z > 0
+        assert plain.is_exact
+        # Drawn ways against all of them.
+        assert trend.p == pytest.approx(plain.p, abs=0.01)
+
+    def test_an_order_by_hand(self):
+        """Three groups of one run each, the last of which is the fastest."""
+        found = log_rank_trend([[[(3, True)], [(2, True)], [(1, True)]]])
+        # Scores: 1 less the hazards 1/3, 1/3 + 1/2 and 1/3 + 1/2 + 1; places 2, 1 and 0.
+        assert found.excess == pytest.approx(2 * (2 / 3) + 1 / 6)
+        # 1 of 6 orders is so far on this side, and its mirror image as far on the other.
+        assert found.p == pytest.approx(2 / 6, abs=0.02)
+
+    def test_strata_are_not_mixed(self):
+        """What is fast in one stratum for another reason is no trend."""
+        early, late = [(1, True), (2, True)], [(10, True), (11, True)]
+        both = log_rank_trend([[early, early], [late, late]])
+        assert both.excess == pytest.approx(0)
+        assert both.p > 0.5
+        assert log_rank_trend([[late, early]] * 3).p < 0.02
+
+    def test_an_empty_group_keeps_its_place(self):
+        runs = [[(3, True)], [(2, True)], [(1, True)]]
+        wide = log_rank_trend([[runs[0], [], runs[1], [], runs[2]]])
+        assert wide.excess == pytest.approx(2 * log_rank_trend([runs]).excess)
+
+    def test_what_cannot_be_tested(self):
+        assert log_rank_trend([[[(5, False)], [(5, False)]]]).p == 1.0
+        with pytest.raises(ValueError, match="needs runs in every stratum, got none"):
+            log_rank_trend([[[], []]])

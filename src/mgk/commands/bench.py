@@ -360,7 +360,7 @@ def rows(
     chosen = mgk.recipes.load(recipe)
     if chosen.values.get("task") == "uptraining":
         raise ValueError(f"mgk bench rows must have a recipe that trains from the beginning, got {recipe}")
-    wanted = [row for _, row in chosen.table] if names is None else names.split()
+    wanted = list(chosen.rows) if names is None else names.split()
     runs = list({run.row: run for run in (chosen.config(row, changes or []) for row in wanted)}.values())
     measurement.check_alone(where)
     data = runs[0].data

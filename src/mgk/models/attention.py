@@ -40,6 +40,8 @@ class MGKAttention(MixtureAttention):
         is_linear = options["feature_map"] is not None
         if config.feature_map is not None:
             options["feature_map"] = config.feature_map
+        if config.prior is not None:
+            options["prior"] = config.prior
         super().__init__(
             config.hidden_size, config.num_attention_heads, head_dim=config.head_dim,
             num_kv_heads=config.num_key_value_heads, qk_norm=config.qk_norm, bias=config.attention_bias,
@@ -48,6 +50,8 @@ class MGKAttention(MixtureAttention):
             variance_scale=config.variance_scale, shift_init_std=config.shift_init_std, is_causal=is_causal,
             prior_momentum=config.prior_momentum, shift_init=config.shift_init, **options,
         )  # fmt: skip
+        # Read where the weights of a model are initialised, which sees one projection at a time.
+        self.q_proj.bias_init_std = config.query_bias_init_std  # type: ignore[assignment]
         self.config = config
         self.layer_idx = layer_idx
         self.is_cross = is_cross

@@ -78,6 +78,11 @@ class MGKConfig(PreTrainedConfig):
     """Whether all shifts are drawn, or those of the first component start at 0, as in the paper's released code."""
     prior_momentum: int | float = 0.0
     """How much of the old prior an EM update keeps."""
+    prior: Literal["learned", "uniform"] | None = None
+    """Whether the prior of the components is learned, or stays uniform; ``None`` is what the preset says."""
+    query_bias_init_std: int | float | None = None
+    """Standard deviation of the initial biases of the query projection; ``None``: they start as all biases do. One of
+    1 gives every query the constant that a shift from N(0, 1) gives every key."""
 
     vocab_size: int = 32000
     """Tokens of the vocabulary; of the target's in translation."""
@@ -272,9 +277,13 @@ class MGKConfig(PreTrainedConfig):
         for name in ("dropout", "attention_dropout", "activation_dropout", "prior_momentum"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
-        for name in ("norm_eps", "initializer_range", "shift_init_std"):
-            if not 0.0 <= getattr(self, name) < math.inf:
+        for name in ("norm_eps", "initializer_range", "shift_init_std", "query_bias_init_std"):
+            if getattr(self, name) is not None and not 0.0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
+        if self.query_bias_init_std is not None and not self.attention_bias:
+            raise ValueError(
+                f"query_bias_init_std must be left out with attention_bias=False, got {self.query_bias_init_std}"
+            )
         if self.positions == "rotary":
             if self.head_dim % 2 != 0:
                 raise ValueError(f"positions='rotary' needs an even head_dim, got {self.head_dim}")

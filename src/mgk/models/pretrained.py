@@ -174,7 +174,10 @@ class MGKPreTrainedModel(PreTrainedModel):
             init.kaiming_uniform_(module.weight, a=math.sqrt(5))
         if module.bias is None:
             return
-        if self.config.initialization == "torch":
+        bias_std = getattr(module, "bias_init_std", None)
+        if bias_std is not None:
+            init.normal_(module.bias, std=bias_std)
+        elif self.config.initialization == "torch":
             bound = module.in_features**-0.5
             init.uniform_(module.bias, -bound, bound)
         else:

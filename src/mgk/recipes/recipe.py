@@ -7,7 +7,7 @@ import difflib
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from mgk.training.configuration import RunConfig, from_mapping, merge, override,
 
 FOLDER = Path(__file__).resolve().parent
 SECTIONS = ("data", "model", "conversion", "optimizer", "schedule", "training", "validation")
-KEYS = ("title", "source", "base", "rows", "beside", "task", *SECTIONS)
+KEYS = ("title", "source", "base", "rows", "task", *SECTIONS)
 
 _NO_RECIPES = ("paper", "claims", "fidelity")
 
@@ -35,14 +35,6 @@ class Recipe:
     """The rows of its table, in the form of :func:`mgk.recipes.row_name`."""
     values: dict[str, Any]
     """The keys of :class:`mgk.training.configuration.RunConfig` but ``name``, ``row`` and ``seed``."""
-    beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Rows of other recipes, with the same values, that its table shows first. Their runs belong to those recipes."""
-
-    @property
-    def table(self) -> tuple[tuple[str, str], ...]:
-        """Every row of its table, with the recipe that its runs belong to."""
-        others = tuple((name, row) for name, rows in self.beside.items() for row in rows)
-        return (*others, *((self.name, row) for row in self.rows))
 
     def config(self, row: str | None = None, changes: Sequence[str] = (), seed: int = 0) -> RunConfig:
         """The run of one row.
@@ -82,12 +74,7 @@ def load(name_or_path: str | Path) -> Recipe:
     for row in canonical:
         if canonical.count(row) > 1:
             raise ValueError(f"rows must be different from each other, got {row} twice in {path}")
-    found = Recipe(
-        name=name, title=title, source=tuple(source), rows=tuple(canonical), values=values,
-        beside={other: tuple(shown) for other, shown in content.get("beside", {}).items()},
-    )  # fmt: skip
-    _check_beside(found, path)
-    return found
+    return Recipe(name=name, title=title, source=tuple(source), rows=tuple(canonical), values=values)
 
 
 @functools.cache
@@ -135,20 +122,7 @@ def _with_base(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
     if base is None:
         return content
     under = _with_base(_find(base, path.parent), (*below, path))
-    # What stands beside a table stands beside no other.
-    under.pop("beside", None)
     return {**merge(under, content), "source": [*under.get("source", []), *content.get("source", [])]}
-
-
-def _check_beside(recipe: Recipe, path: Path) -> None:
-    """Rows of two recipes can stand in one table if nothing but their names differs."""
-    for name, rows in recipe.beside.items():
-        other = load(name)
-        for row in rows:
-            if row not in other.rows or row in recipe.rows:
-                raise ValueError(f"beside must name rows that {name} has and this recipe has not, got {row} in {path}")
-        if other.values != recipe.values:
-            raise ValueError(f"a recipe must have the values of {name} to have its rows beside, got others in {path}")
 
 
 def _check(content: Mapping[str, Any], path: Path) -> None:
@@ -159,11 +133,8 @@ def _check(content: Mapping[str, Any], path: Path) -> None:
     for key in SECTIONS:
         if key in content and not isinstance(content[key], Mapping):
             raise TypeError(f"{key} must be a mapping, got {content[key]!r} in {path}")
-    beside = content.get("beside", {})
-    lists = {f"beside {name}": rows for name, rows in beside.items()} if isinstance(beside, Mapping) else None
-    if lists is None:
-        raise TypeError(f"beside must be rows by recipe, got {beside!r} in {path}")
-    for key, found in {"source": content.get("source", []), "rows": content.get("rows", []), **lists}.items():
+    for key in ("source", "rows"):
+        found = content.get(key, [])
         if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
             raise TypeError(f"{key} must be a list of text, got {found!r} in {path}")
 

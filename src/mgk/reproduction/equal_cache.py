@@ -11,14 +11,13 @@ import torch
 from mgk.analysis.cost import cache_bytes_of_run, parameters
 from mgk.models import MGKForCausalLM
 from mgk.reproduction import throughput
-from mgk.reproduction.borrowed import with_rows_beside
 from mgk.reproduction.claims import claims, judge
 from mgk.reproduction.equal_cache_figures import draw_over_cache, draw_over_time
 from mgk.reproduction.equal_time import Curve, at_time, curves, duration
 from mgk.reproduction.metrics import metric
 from mgk.reproduction.missing import Need, find_missing
 from mgk.reproduction.page import Grid, Page, verdict_in_words
-from mgk.reproduction.recipe import bundled
+from mgk.reproduction.recipe import bundled, home
 from mgk.reproduction.results import Results
 from mgk.reproduction.statistics import mean, show
 from mgk.training.resolved_model import build_model_config
@@ -54,10 +53,9 @@ def equal_cache_page(results: Results, folder: Path, seeds: int) -> Page:
         seeds: how many each row should have.
     """
     recipe = bundled(RECIPE)
-    rows = [row for _, row in recipe.table]
-    merged = with_rows_beside(RECIPE, results)
-    values = {row: list(merged.values(RECIPE, row, BITS).values()) for row in rows}
-    learned = {row: curves(RECIPE, home, row, results) for home, row in recipe.table}
+    rows = recipe.rows
+    values = {row: list(results.values(RECIPE, row, BITS).values()) for row in rows}
+    learned = {row: curves(RECIPE, home(RECIPE, row), row, results) for row in rows}
     sizes = {row: cache_bytes(row) for row in rows}
     pictures = []
     title = f"enwik8, {recipe.values['training']['steps']:,} updates"
@@ -66,20 +64,18 @@ def equal_cache_page(results: Results, folder: Path, seeds: int) -> Page:
         pictures.append(over_cache)
     if draw_over_time(learned, over_time, title=title):
         pictures.append(over_time)
-    needs = [
-        Need(recipe=home, row=row, metric=each, seeds=seeds) for each in (BITS, CURVE) for home, row in recipe.table
-    ]
-    verdicts = tuple(judge(claims(NAME), merged))
+    needs = [Need(recipe=RECIPE, row=row, metric=each, seeds=seeds) for each in (BITS, CURVE) for row in rows]
+    verdicts = tuple(judge(claims(NAME), results))
     return Page(
         name=NAME,
         title="enwik8 at equal cache: what half of softmax-8's memory is best spent on",
         text=(_what(sizes),),
-        grids=(_cost_grid(rows, sizes, values, merged), *_time_grids(rows, learned, results)),
+        grids=(_cost_grid(rows, sizes, values, results), *_time_grids(rows, learned, results)),
         pictures=tuple(pictures),
         verdicts=verdicts,
         needs=tuple(needs),
         missing=(*find_missing(results, needs, NAME), *throughput.find_untimed(RECIPE, rows, results)),
-        notes=(*throughput.note(RECIPE, results), *results.notes_about({name for name, _ in recipe.table})),
+        notes=(*throughput.note(RECIPE, results), *results.notes_about({home(RECIPE, row) for row in rows})),
         ending=" ".join(part for part in (_best(sizes, values), verdict_in_words(verdicts)) if part),
         limits=LIMITS,
         numbers=sum(map(bool, values.values())),
@@ -111,13 +107,13 @@ def _what(sizes: Mapping[str, int]) -> str:
 
 
 def _cost_grid(
-    rows: Sequence[str], sizes: Mapping[str, int], values: Mapping[str, Sequence[float]], merged: Results
+    rows: Sequence[str], sizes: Mapping[str, int], values: Mapping[str, Sequence[float]], results: Results
 ) -> Grid:
     full = cache_bytes(FULL)
     lines = tuple(
         (
             row, f"{sizes[row]:,}", f"{sizes[row] / full:.3g}", f"{count_parameters(row):,}",
-            show(values[row], BITS.decimals), *throughput.cells(RECIPE, row, merged),
+            show(values[row], BITS.decimals), *throughput.cells(RECIPE, row, results),
         )
         for row in rows
     )  # fmt: skip

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mgk.recipes
+from mgk.reproduction.recipe import home
 from mgk.training.agreement import recipe_differences, was_packed
 from mgk.training.configuration import RunConfig
 from mgk.training.resolved_model import model_of_record
@@ -41,17 +42,18 @@ class Filing:
 def file_result(content: Mapping[str, Any]) -> Filing:
     """Find the recipe of a result, an evaluation or anything else that has recipe, row, seed and config.
 
-    The recipe that it names comes first. Another one must have its row, so that one run never belongs to two.
+    The recipe that it names comes first. Another one must have its row, so that one run never belongs to two; and what
+    a recipe has from the one that it extends belongs to that one.
     """
     name, row, seed = content["recipe"], content["row"], content["seed"]
     if name not in mgk.recipes.names():
         return Filing(recipe=None)
     changed = recipe_differences(content, _config(name, row, seed))
     if not changed:
-        return Filing(recipe=name)
+        return Filing(recipe=home(name, row))
     for other in _relatives(name):
         if row in _recipe(other).rows and not recipe_differences(content, _config(other, row, seed)):
-            return Filing(recipe=other, differences=changed)
+            return Filing(recipe=home(other, row), differences=changed)
     return Filing(recipe=None, differences=changed)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mgk.reproduction.metrics import Metric, slide_of
-from mgk.reproduction.recipe import bundled
+from mgk.reproduction.recipe import bundled, home
 from mgk.reproduction.results import ANALYSIS, Results, run_name
 
 RUNS = "runs"
@@ -59,15 +59,16 @@ def find_missing(results: Results, needs: Sequence[Need], page: str) -> list[Mis
             if results.measurement(need.recipe, need.row) is None and need.row not in rows:
                 rows.append(need.row)
             continue
+        recipe = home(need.recipe, need.row)
         absent = _absent_seeds(results, need)
         source = "analysis" if need.metric is None else need.metric.source
         if source in ("evaluation", "analysis") and absent:
-            own, what = after.setdefault((need.recipe, need.row), (set(), set()))
+            own, what = after.setdefault((recipe, need.row), (set(), set()))
             own |= absent
             what.add("analysis" if need.metric is None or source == "analysis" else _options(need.recipe, need.metric))
-            absent -= results.trained(need.recipe, need.row)
+            absent -= results.trained(recipe, need.row)
         if absent:
-            untrained.setdefault(need.recipe, {}).setdefault(need.row, set()).update(absent)
+            untrained.setdefault(recipe, {}).setdefault(need.row, set()).update(absent)
     listed = [missing for recipe, rows in untrained.items() for missing in _training(results, recipe, rows)]
     for (recipe, row), (seeds, what) in after.items():
         listed.append(_afterwards(results, recipe, row, sorted(seeds), what))

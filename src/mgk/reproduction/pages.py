@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mgk.reproduction import cost_pages, equal_cache, fidelity, plateau, trained_pages
+from mgk.reproduction import cost_pages, equal_cache, fidelity, plateau, shift, trained_pages
 from mgk.reproduction.page import Grid, Page, header, markdown, markdown_table
 from mgk.reproduction.results import Results
 from mgk.reproduction.tables import OURS, SEEDS, own_page, table_names, table_page
@@ -17,7 +17,7 @@ INDEX = "README.md"
 def names() -> list[str]:
     """Tables, then figures, as the paper numbers them, then experiments of ours."""
     figures = sorted({**cost_pages.PAGES, **trained_pages.PAGES}, key=lambda name: int(name[1:]))
-    return [*table_names(), *figures, *OURS, equal_cache.NAME, plateau.NAME, fidelity.NAME]
+    return [*table_names(), *figures, *OURS, equal_cache.NAME, plateau.NAME, shift.NAME, fidelity.NAME]
 
 
 def parse_names(given: Sequence[str]) -> list[str]:
@@ -55,6 +55,8 @@ def build(name: str, results: Results, folder: Path, seeds: int = SEEDS) -> Page
         return trained_pages.PAGES[name](name, results, folder, seeds)
     if name == plateau.NAME:
         return plateau.plateau_page(name, results, folder, seeds)
+    if name == shift.NAME:
+        return shift.shift_page(results, folder, seeds)
     return own_page(name, results, seeds) if name in OURS else table_page(name, results, seeds)
 
 

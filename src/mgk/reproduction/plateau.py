@@ -17,7 +17,7 @@ from mgk.reproduction.escape import step_of_escape
 from mgk.reproduction.metrics import metric
 from mgk.reproduction.missing import Need, find_missing
 from mgk.reproduction.page import Grid, Page
-from mgk.reproduction.recipe import bundled
+from mgk.reproduction.recipe import bundled, is_extension
 from mgk.reproduction.results import Results
 from mgk.reproduction.statistics import holm
 from mgk.reproduction.survival import LogRank, Run, log_rank, median
@@ -115,17 +115,24 @@ def recipes(results: Results) -> list[str]:
     found = []
     for name in mgk.recipes.names():
         data = bundled(name).values.get("data", {})
-        # Short lists have no such plateau.
-        if data.get("corpus") == "listops" and not data.get("options") and escapes(results, name):
+        # Short lists have no such plateau; what only adds rows to another recipe has a page of its own.
+        is_ours = data.get("corpus") == "listops" and not data.get("options") and not is_extension(name)
+        if is_ours and escapes(results, name):
             found.append(name)
     return found
 
 
-def escapes(results: Results, recipe: str) -> dict[str, list[Run]]:
+def escapes(results: Results, recipe: str, wanted: Sequence[str] | None = None) -> dict[str, list[Run]]:
     """By row: the step at which each run left, or the last at which it was tried and had not. Curves of runs whose
-    result is not here do not count: nobody knows what they were made with."""
+    result is not here do not count: nobody knows what they were made with.
+
+    Args:
+        results: what we have.
+        recipe: of the runs.
+        wanted: rows, also those that the recipe has from the one that it extends; ``None``: all of its own.
+    """
     found: dict[str, list[Run]] = {}
-    for row in results.rows(recipe):
+    for row in results.rows(recipe) if wanted is None else wanted:
         curves = {
             seed: lines for seed, lines in results.curves(recipe, row).items() if seed in results.trained(recipe, row)
         }
@@ -201,7 +208,8 @@ def _what() -> str:
     return (
         f"A model of ListOps predicts the largest class first (17 to 19 %), and then, within a few hundred steps, what "
         f"the outermost operator says (36 to 37 %). A run has left the plateau at the first validation above "
-        f"{100 * THRESHOLD:.0f} %. Each recipe stands for itself: runs of different recipes are never put together."
+        f"{100 * THRESHOLD:.0f} %. Each recipe stands for itself: runs of different recipes are never put together. "
+        "Which part of smgk makes it leave early: [shift](shift.md)."
     )
 
 
@@ -230,7 +238,7 @@ def _test_grid(recipe: str, rows: Mapping[str, Sequence[Run]], answers: Sequence
         pairs = list(each.tested)
         for first, second in pairs:
             found, p = each.tested[first, second], each.adjusted[first, second]
-            left = _left(rows, [(first, second)])
+            left = left_of(rows, [(first, second)])
             lines.append(
                 (f"{first} earlier than {second}", left, *_numbers(found), show_p(p), _outcome(found, p))
             )  # fmt: skip
@@ -239,7 +247,7 @@ def _test_grid(recipe: str, rows: Mapping[str, Sequence[Run]], answers: Sequence
         else:
             lines.append(
                 (
-                    f"**{each.question.what}, all heads together**", _left(rows, pairs), *_numbers(each.together),
+                    f"**{each.question.what}, all heads together**", left_of(rows, pairs), *_numbers(each.together),
                     show_p(each.p), each.outcome,
                 )
             )  # fmt: skip
@@ -251,7 +259,8 @@ def _numbers(found: LogRank) -> tuple[str, str]:
     return f"{found.chi_square:.2f}", show_p(found.p) + ("" if found.is_exact else " (asymptotic)")
 
 
-def _left(rows: Mapping[str, Sequence[Run]], pairs: Sequence[tuple[str, str]]) -> str:
+def left_of(rows: Mapping[str, Sequence[Run]], pairs: Sequence[tuple[str, str]]) -> str:
+    """How many runs of the first rows left the plateau, and of the second."""
     sides = []
     for side in (0, 1):
         runs = [run for pair in pairs for run in rows[pair[side]]]

@@ -9,6 +9,7 @@
     results/bench/retrieval-DEVICE.json         mgk bench retrieval
     results/bench/rows-RECIPE-DEVICE.json       mgk bench rows
     results/controls/NAME.json                  benchmarks/published_control.py, see :mod:`mgk.reproduction.controls`
+    results/shift/NAME.json                     benchmarks/shift.py, see :mod:`mgk.reproduction.shift_measurements`
 
 A file that is damaged is an error that names it. A run whose configuration is not that of its recipe of today counts,
 with its curves and its analysis, under the recipe that it agrees with, or nowhere, and a note says in what it differs:
@@ -33,11 +34,13 @@ from mgk.evaluation.items import unpack_items
 from mgk.reproduction import numbers
 from mgk.reproduction.filing import OTHER, file_result
 from mgk.reproduction.metrics import Metric, slide_of
+from mgk.reproduction.recipe import home
 from mgk.reproduction.speeds import read_speeds
 from mgk.training import result
 
 EVALUATIONS, CURVES, ANALYSIS, BENCH, CONTROLS = "evaluations", "curves", "analysis", "bench", "controls"
-_OTHER_FOLDERS = (EVALUATIONS, CURVES, ANALYSIS, BENCH, CONTROLS, "accuracy", "conversions")
+SHIFT = "shift"
+_OTHER_FOLDERS = (EVALUATIONS, CURVES, ANALYSIS, BENCH, CONTROLS, SHIFT, "accuracy", "conversions")
 
 T = TypeVar("T")
 Key = tuple[str, str, int]
@@ -51,7 +54,10 @@ def run_name(recipe: str, row: str, seed: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """Everything that was found, by recipe, row and seed."""
+    """Everything that was found, by recipe, row and seed.
+
+    A row that a recipe has from the one that it extends is found under both: :func:`mgk.reproduction.recipe.home`.
+    """
 
     folder: Path
     runs: Mapping[Key, Mapping[str, Any]] = field(default_factory=dict)
@@ -81,6 +87,7 @@ class Results:
         if metric.source == "benchmark":
             measured = self.measurement(recipe, row)
             return {} if measured is None else {0: metric.scale * float(measured[metric.key])}
+        recipe = home(recipe, row)
         for seed in self._seeds(recipe, row):
             value = self._value((recipe, row, seed), metric)
             if value is not None:
@@ -94,6 +101,7 @@ class Results:
 
     def trained(self, recipe: str, row: str) -> set[int]:
         """The seeds whose runs are finished."""
+        recipe = home(recipe, row)
         return {seed for name, own, seed in self.runs if (name, own) == (recipe, row)}
 
     def has_any(self, recipe: str) -> bool:
@@ -124,16 +132,16 @@ class Results:
 
     def curves(self, recipe: str, row: str) -> dict[int, list[dict[str, Any]]]:
         """The measurements during training, by seed."""
-        return _by_seed(self.trainings, recipe, row)
+        return _by_seed(self.trainings, home(recipe, row), row)
 
     def analysis(self, recipe: str, row: str) -> dict[int, Mapping[str, Any]]:
         """What ``mgk analyze`` found, by seed."""
-        return _by_seed(self.analyses, recipe, row)
+        return _by_seed(self.analyses, home(recipe, row), row)
 
     def picture(self, recipe: str, row: str, name: str) -> Path | None:
         """A picture that ``mgk analyze`` drew of a row: that of the first seed which has one."""
         for seed in self.analysis(recipe, row):
-            path = self.pictures[run_name(recipe, row, seed)] / name
+            path = self.pictures[run_name(home(recipe, row), row, seed)] / name
             if path.is_file():
                 return path
         return None
@@ -273,7 +281,7 @@ def _file(content: Mapping[str, Any], path: Path, folder: Path, notes: list[str]
         notes.append(
             f"{where} is of another configuration and counts nowhere: it differs from {named} in {filed.reason}"
         )
-    elif filed.recipe != named:
+    elif filed.recipe != named and filed.differences:
         notes.append(f"{where} counts as {filed.recipe}: it differs from {named} in {filed.reason}")
     return filed.recipe
 

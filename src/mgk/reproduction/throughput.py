@@ -54,7 +54,7 @@ def find_untimed(recipe: str, rows: Sequence[str], results: Results) -> list[Mis
     absent = [row for row in rows if (recipe, row) not in results.speeds]
     if not absent:
         return []
-    usual = [row for _, row in bundled(recipe).table]
+    usual = list(bundled(recipe).rows)
     listed = "" if set(rows) <= set(usual) else f" --rows {shlex.quote(' '.join(dict.fromkeys([*usual, *rows])))}"
     resume = " --resume" if has_speed(recipe, results) else ""
     return [
