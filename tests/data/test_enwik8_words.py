@@ -1,18 +1,24 @@
 """The corpus of enwik8's articles: which pages, which lines, which split, which words."""
 
 import html
+import importlib.util
+import json
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from mgk.data import DataError, enwik8_words, prepare, verify
+from mgk.cli import app
+from mgk.data import DataError, enwik8_words, load, prepare, verify
 from mgk.data.enwik8_words import SHARES, Page, clean, read_dump, split_of
 from mgk.data.registry import find_kind
 from mgk.data.wikitext import vocabulary
 
-FINGERPRINT = "63e3996623dd9947504d91067ac81cb6845b06c7c628bb4cab32a6065880a3fb"
-"""Of the whole corpus. Another cleaning makes another corpus: its results do not compare with those of before."""
+MEASURED = Path(__file__).parents[2] / "results" / "bench" / "enwik8-words.json"
+"""What the whole corpus is like. Another cleaning makes another one, and its results do not compare with old ones."""
 SENTENCE = "This sentence of twelve words stands here so that there is text.\n\n"
 TEXT = SENTENCE * 10
 
@@ -153,6 +159,36 @@ def test_more_processes_make_the_same(source, tmp_path, monkeypatch):
         prepare("enwik8-words", source, tmp_path / "three", size=size(source), processes=0)
 
 
+def test_what_is_measured_of_a_corpus(source, tmp_path):
+    """By the script that writes the numbers of docs/data.md."""
+    path = Path(__file__).parents[2] / "benchmarks" / "word_corpus.py"
+    spec = importlib.util.spec_from_file_location("word_corpus", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    corpus = prepare("enwik8-words", source, tmp_path / "to", size=size(source))
+    found = script.describe(corpus, Counter(["this", "text", "text", "owl"]), Counter(["text", "owl"]))
+    assert found["fingerprint"] == corpus.fingerprint
+    assert found["splits"]["test"] == {
+        "articles": 1, "tokens": len(words(corpus, "test")), "words": len(words(corpus, "test")) - 14,
+        "tokens of an article": len(words(corpus, "test")), "share of <unk>": round(2 / (4 + 13 * 10 + 3), 4),
+    }  # fmt: skip
+    assert found["lines that the training text has, too"]["valid"] == {"lines": 0, "the same": 0}
+    assert set(found["words with markup"].values()) == {0}
+    assert found["of these among our most frequent"] == 2
+    assert "| articles | 38 | 1 | 1 |" in script.table(found)
+
+
+def test_from_the_command_line(source, tmp_path):
+    arguments = ["data", "prepare", "enwik8-words", f"size={size(source)}", "processes=1", "--from", str(source)]
+    said = CliRunner().invoke(app, [*arguments, "--to", str(tmp_path / "to")])
+    assert said.exit_code == 0, said.output
+    assert "enwik8-words" in said.output
+    assert (
+        load(tmp_path / "to").fingerprint
+        == prepare("enwik8-words", source, tmp_path / "o", size=size(source)).fingerprint
+    )
+
+
 def test_titles_are_dealt_evenly_and_always_alike():
     names = [f"Article {number}" for number in range(20_000)]
     splits = [split_of(name) for name in names]
@@ -175,7 +211,7 @@ def test_what_is_refused(source, tmp_path):
 def test_the_real_one_is_what_it_was(real, tmp_path):
     """Whoever changes the cleaning changes this, too, and the results that were made on the corpus of before."""
     corpus = prepare("enwik8-words", real, tmp_path / "to", processes=2)
-    assert corpus.fingerprint == FINGERPRINT
+    assert corpus.fingerprint == json.loads(MEASURED.read_text())["fingerprint"]
     known = vocabulary(corpus)
     tokens = np.concatenate([content.sequences["text"].tokens for content in corpus.splits.values()])
     counts = np.bincount(tokens, minlength=len(known))
