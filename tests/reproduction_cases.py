@@ -204,17 +204,18 @@ def write_speeds(folder, recipe, tokens, *, device="none", groups=1, quick=False
     return path
 
 
-def write_everything(folder, seeds, *, has_retrieval=True):
-    """All that the paper's tables and figures need: its own numbers with some noise. Without Retrieval, whose corpus is
-    gone, what stands in for it has them instead."""
+def write_everything(folder, seeds, *, gone=None):
+    """All that the paper's tables and figures need: its own numbers with some noise. Recipes that begin with ``gone``
+    have none, and what stands in for them has them instead."""
     tables = recipes.paper()["tables"]
-    place = {} if has_retrieval else STAND_INS
+    own = [] if gone is None else [recipe for recipe in recipes.names() if recipe.startswith(gone)]
+    place = {recipe: STAND_INS[recipe] for recipe in own if recipe in STAND_INS}
     published = published_rows()
-    if not has_retrieval:
-        # Those of PeerRead are all made below.
-        linear = published.pop("lra/retrieval-linear")
-        del published["lra/retrieval"]
-        published["lra/text-linear"] = linear | published["lra/text-linear"]
+    for recipe in own:
+        rows = published.pop(recipe)
+        # Those of PeerRead and of the articles of enwik8 are all made below.
+        if place.get(recipe) not in (None, "peerread", "enwik8-words"):
+            published[place[recipe]] = rows | published.get(place[recipe], {})
     for recipe, rows in published.items():
         for row, metrics in rows.items():
             for seed in range(seeds):
@@ -236,7 +237,7 @@ def write_everything(folder, seeds, *, has_retrieval=True):
     levels = {
         "peerread": (0.6, 0.01), "enwik8": (1.5, -0.02), "wikitext2": (90.0, -2.0), "smollm2": (30.0, -1.0),
         "multi30k": (30.0, 1.0), "tatoeba": (40.0, 1.0), "multi30k-variances": (30.0, 1.0),
-        "enwik8-shifts": (1.5, -0.02),
+        "enwik8-shifts": (1.5, -0.02), "enwik8-words": (90.0, -2.0),
     }  # fmt: skip
     for recipe, (first, step) in levels.items():
         # Mixtures are the best, then one Gaussian, then normalised softmax.
@@ -248,11 +249,14 @@ def write_everything(folder, seeds, *, has_retrieval=True):
                 if home(recipe, row) != recipe:
                     continue
                 run = {"accuracy": value} if recipe == "peerread" else {}
-                run = {"bits_per_token": value} if recipe.startswith("enwik8") else run
-                run = {"perplexity": value} if recipe in ("smollm2", "wikitext2") else run
+                run = {"bits_per_token": value} if recipe in ("enwik8", "enwik8-shifts") else run
+                run = {"perplexity": value} if recipe in ("smollm2", "wikitext2", "enwik8-words") else run
                 write_run(folder, recipe, row, seed, **run)
                 if recipe == "wikitext2":
                     write_evaluation(folder, recipe, row, seed, sliding_perplexity=value)
+                elif recipe == "enwik8-words":
+                    for split in ("valid", "test"):
+                        write_evaluation(folder, recipe, row, seed, split, sliding_perplexity=value)
                 elif recipe == "enwik8":
                     write_evaluation(folder, recipe, row, seed, stride=64, sliding_bits_per_token=value - 0.01)
                 elif recipe.startswith(("multi30k", "tatoeba")):

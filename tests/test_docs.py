@@ -132,6 +132,26 @@ def test_costs_are_those_that_are_counted(tmp_path, monkeypatch, capsys):
     assert copy.read_text() == (DOCS / "choosing.md").read_text(), "run python benchmarks/variant_costs.py"
 
 
+def load_word_corpus():
+    spec = importlib.util.spec_from_file_location("word_corpus", ROOT / "benchmarks" / "word_corpus.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_numbers_of_the_word_corpus_are_those_that_were_measured(tmp_path, monkeypatch, capsys):
+    script = load_word_corpus()
+    content = json.loads(script.OUTPUT.read_text())
+    copy = tmp_path / "data.md"
+    copy.write_text(script.PAGE.read_text().replace(script.table(content), "| old |"))
+    assert copy.read_text() != script.PAGE.read_text()
+    monkeypatch.setattr(script, "PAGE", copy)
+    monkeypatch.setattr(sys, "argv", ["word_corpus.py"])
+    script.main()
+    assert "wrote the table" in capsys.readouterr().out
+    assert copy.read_text() == (DOCS / "data.md").read_text(), "run python benchmarks/word_corpus.py"
+
+
 def test_a_mixture_saves_nothing_by_itself():
     cost = load_costs().cost
     softmax, half = cost("softmax", 8), cost("smgk", 4)

@@ -100,6 +100,7 @@ COMMANDS = {
     r"mgk analyze .*": "test_analyze_a_run",
     r"mgk sweep .*": "test_sweep",
     r"mgk report .*": "test_report_from_the_command_line",
+    r"mgk data prepare enwik8-words.*": "test_from_the_command_line",
     r"mgk data list": "test_list_names_every_corpus",
     r"mgk data prepare listops.*": "test_a_generated_corpus_needs_no_files",
     r"mgk data (prepare|inspect) imdb .*": "test_prepare_then_inspect",

@@ -21,7 +21,18 @@ def _cache(tmp_path, monkeypatch):
 
 def test_list_names_every_corpus():
     out = run("list")
-    for name in ("listops", "imdb", "aan", "peerread", "enwik8", "wikitext2", "wikitext103", "multi30k", "tatoeba"):
+    for name in (
+        "listops",
+        "imdb",
+        "aan",
+        "peerread",
+        "enwik8",
+        "enwik8-words",
+        "wikitext2",
+        "wikitext103",
+        "multi30k",
+        "tatoeba",
+    ):
         assert name in out
 
 

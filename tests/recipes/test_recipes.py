@@ -1,5 +1,6 @@
 """Every recipe gives valid runs, every row a valid model; and what is refused, with which words."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -15,13 +16,15 @@ from mgk.data.kind import check_options
 from mgk.data.registry import KINDS
 from mgk.models import architecture
 from mgk.nn import PRESETS
-from mgk.recipes import Recipe, load, names, parse_row, row_name
+from mgk.recipes import Recipe, load, names, paper, parse_row, row_name
 from mgk.reproduction import shift
 from mgk.reproduction.fidelity import variants
 from mgk.reproduction.recipe import home
+from mgk.reproduction.stand_ins import STAND_INS
 from mgk.training.configuration import differences, to_mapping
 from mgk.training.resolved_model import conversion_options
 
+ROOT = Path(__file__).parents[2]
 CONVERSIONS = ["smollm2", "smollm2-distilled"]
 PRECISIONS = {
     "lra/listops-fp16": "fp16", "lra/listops-fp32": "fp32", "lra/listops-published": "fp16",
@@ -34,7 +37,8 @@ LINEAR = [name for name in names() if name.endswith("-linear")]
 COMPARISONS = {
     "lra/listops": (8, ""), "lra/text": (8, ""), "lra/retrieval": (8, ""), "peerread": (8, ""), "enwik8": (8, ""),
     "demo": (8, ""), "lra/listops-learnable": (8, ""),
-    "wikitext103/small": (8, ""), "wikitext103/medium": (8, ""), "wikitext2": (8, ""),
+    "wikitext103/small": (8, ""), "wikitext103/medium": (8, ""), "wikitext2": (8, ""), "enwik8-words": (8, ""),
+    "enwik8-words-multi-query": (8, "+num_key_value_heads=1"),
     "wikitext103/multi-query": (8, "+num_key_value_heads=1"),
     "iwslt14": (4, ""), "multi30k": (4, ""), "tatoeba": (4, ""), "wmt14": (16, ""),
 }  # fmt: skip
@@ -165,6 +169,43 @@ def test_published_values_that_are_easily_mixed_up():
 def test_the_cutoffs_of_wikitext2_suit_its_words():
     model = load("wikitext2").config("smgk-4").model
     assert architecture(model.architecture, **model.changes, vocab_size=33_278).adaptive_cutoffs == [10_000, 20_000]
+
+
+def test_the_articles_of_enwik8_have_the_papers_model():
+    """But for the cutoff that lies beyond their words, and for how long it is trained."""
+    own, base = load("enwik8-words"), load("wikitext103/small")
+    found = set(differences(base.values, own.values))
+    assert found == {
+        "data.corpus", "model.adaptive_cutoffs", "schedule.warmup", "training.steps", "training.checkpoint_every",
+        "validation.every",
+    }  # fmt: skip
+    model = own.config("smgk-4").model
+    cutoffs = architecture(model.architecture, **model.changes, vocab_size=88_348).adaptive_cutoffs
+    assert cutoffs == architecture(base.config().model.architecture).adaptive_cutoffs[:2]
+    config = own.config()
+    words = config.training.steps * config.training.batch_size * config.data.longest
+    measured = json.loads((ROOT / "results" / "bench" / "enwik8-words.json").read_text())
+    training = measured["splits"]["train"]["tokens"]
+    first, second = (measured["cutoffs"][str(end)] for end in cutoffs)
+    shares = [first["share of the training text before it"], second["share of the training text before it"]]
+    said = " ".join(own.source)
+    for number in (
+        f"{words / 1e6:.0f} million words, {words / training:.1f} epochs of the {training / 1e6:.1f} million",
+        f"the {measured['vocabulary']:,} words", f"first 20,000 are {100 * shares[0]:.1f} %",
+        f"next 20,000 are {100 * (shares[1] - shares[0]):.1f} %", f"{100 * (1 - shares[1]):.1f} %.",
+    ):  # fmt: skip
+        assert number in said
+    assert second["count of the word at it"] == 10
+
+
+@pytest.mark.parametrize("name", ["wikitext103/small", "wikitext103/small-linear", "wikitext103/multi-query"])
+def test_what_stands_in_has_the_rows_of_the_paper(name):
+    other = load(STAND_INS[name])
+    wanted = {row for table in paper()["tables"].values() for row in table["recipes"].get(name, {})}
+    assert wanted
+    assert wanted <= set(other.rows)
+    changed = differences(load("enwik8-words").values, other.values)
+    assert not changed
 
 
 def test_changes_come_after_the_row():

@@ -14,6 +14,7 @@ import pytest
 import torch
 from training_cases import ENGLISH, GERMAN, make_trainer, take_steps
 
+from mgk.data.enwik8_words import split_of
 from mgk.recipes import load, names, parse_row
 from mgk.training import Trainer, open_or_prepare
 from uptraining_cases import write_model
@@ -24,6 +25,9 @@ ROWS = {
     "enwik8": [None, "smgk-4"],
     "enwik8-equal-cache": [None, "smgk-4+num_components=4"],
     "enwik8-shifts": [None, "smgk-4+num_components=1"],
+    "enwik8-words": [None, "smgk-4"],
+    "enwik8-words-linear": [None, "smlk-4"],
+    "enwik8-words-multi-query": [None, "mgk-4+num_key_value_heads=1"],
     "iwslt14": [None, "smgk-2+variance_scale=1,3"],
     "iwslt14-variances": [None, "mgk-2+learn_variance"],
     "lra/listops": [None, "smgk-hard-1", "mgk-em-1"],
@@ -70,11 +74,16 @@ WORDS = ["data.longest=4", "model.num_hidden_layers=1"]
 # The second of 4000 steps of a warm-up is so short that variances lose it to rounding.
 SENTENCES = ["model.num_hidden_layers=1", "model.decoder_layers=1", "schedule.warmup=40"]
 
+DUMP_SIZE = 40_000
+"""Bytes, with spaces at the end."""
+
 # As few as possible: the tiny texts are short anyway, so long windows, many layers and large vocabularies have to go.
 CHANGES = {
     "demo": ["data.options.train=70", *LISTS[1:]],
     "enwik8": ["data.options.size=2000", "data.longest=8", "model.num_hidden_layers=1"],
     "enwik8-shifts": ["data.options.size=2000", "data.longest=8", "model.num_hidden_layers=1"],
+    "enwik8-words": [f"data.options.size={DUMP_SIZE}", *WORDS, "model.adaptive_cutoffs=[8, 16]"],
+    "enwik8-words-multi-query": [f"data.options.size={DUMP_SIZE}", *WORDS, "model.adaptive_cutoffs=[8, 16]"],
     "iwslt14": SENTENCES,
     "iwslt14-variances": SENTENCES,
     "lra/listops": [*LISTS, "data.options.minimum=5", "data.options.maximum=24"],
@@ -136,7 +145,13 @@ def write_sources(folder):
             for split, found in pairs.items()
         },
     )
-    (folder / "enwik8").write_bytes(drawn.randbytes(2000))
+    # Articles whose titles deal them to every split.
+    titles = {split_of(f"Article {number}"): f"Article {number}" for number in range(500)}
+    pages = "".join(
+        f"<page><title>{title}</title><text>{sentence(120)}.</text></page>\n"
+        for title in (*titles.values(), *(f"Article {number}" for number in range(50)))
+    )
+    (folder / "enwik8").write_text(pages.ljust(DUMP_SIZE))
     for name in ("wikitext-2", "wikitext-103"):
         (folder / name).mkdir()
         for split, count in (("train", 96), ("valid", 4), ("test", 4)):

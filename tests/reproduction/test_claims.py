@@ -108,7 +108,7 @@ def test_other_seeds_are_not_paired(tmp_path):
 
 
 def test_lower_may_be_more_probable(tmp_path, monkeypatch):
-    claim = make_claim(name="test_perplexity", first="mgk-4", second="softmax-8", tasks=("wikitext103/small",))
+    claim = make_claim(name="test_perplexity", first="mgk-4", second="softmax-8", tasks=("wikitext2",))
     values = {"mgk-4": {0: 33.0, 1: 33.1, 2: 32.9}, "softmax-8": {0: 34.0, 1: 34.1, 2: 33.9}}
     found = read_results(tmp_path)
     monkeypatch.setattr(type(found), "values", lambda self, recipe, row, metric: values[row])
@@ -204,7 +204,7 @@ def test_an_average_needs_seeds_of_every_task(tmp_path):
 
 def test_lower_is_better_where_it_is(tmp_path, monkeypatch):
     """The difference has the sign of the better side."""
-    claim = make_claim(name="test_perplexity", first="mgk-4", second="softmax-8", tasks=("wikitext103/small",))
+    claim = make_claim(name="test_perplexity", first="mgk-4", second="softmax-8", tasks=("wikitext2",))
     values = {"mgk-4": {0: 33.0, 1: 33.1, 2: 32.9}, "softmax-8": {0: 34.0, 1: 34.1, 2: 33.9}}
     found = read_results(tmp_path)
     monkeypatch.setattr(type(found), "values", lambda self, recipe, row, metric: values[row])

@@ -15,7 +15,7 @@ from mgk.reproduction.page import markdown
 from mgk.reproduction.pages import names, parse_names
 from mgk.reproduction.recipe import home
 from mgk.reproduction.results import read_results
-from mgk.reproduction.stand_ins import STAND_INS
+from mgk.reproduction.stand_ins import STAND_INS, can_be_made
 from mgk.reproduction.tables import OURS
 
 SEEDS = 3
@@ -43,7 +43,7 @@ def test_names_are_those_of_the_paper():
     assert names()[:10] == [f"T{number}" for number in range(1, 11)]
     assert set(names()[10:13]) == {"variances", "likelihood", "size"}
     assert names()[13:29] == [f"F{number}" for number in range(1, 17)]
-    own = ["peerread", "enwik8", "wikitext2", "smollm2", "multi30k", "tatoeba"]
+    own = ["peerread", "enwik8", "enwik8-words", "wikitext2", "smollm2", "multi30k", "tatoeba"]
     assert names()[29:] == [*own, "equal-cache", "plateau", "shift", "fidelity"]
     assert parse_names(["t1", "F16", "T1"]) == ["T1", "F16"]
     assert parse_names(["all"]) == names()
@@ -167,9 +167,13 @@ class TestWithoutResults:
             assert re.search(rf"missing, for .*\b{name}\b", result.output, re.DOTALL)
 
     def test_every_row_of_the_paper_has_a_command(self, said):
-        _, result = said
+        folder, result = said
+        nothing = read_results(folder / "results")
         for published, rows in published_rows().items():
             # No command makes runs of a corpus that is gone.
+            if not can_be_made(published, nothing):
+                assert f"{published} " not in "".join(line for line in result.output.splitlines() if "mgk " in line)
+                continue
             recipe = STAND_INS.get(published, published)
             for row, metrics in rows.items():
                 if set(metrics) <= {"memory", "seconds_per_iteration"}:
@@ -203,7 +207,7 @@ CHANGED = ("T1", "T2", "T5", "T6", "T8", "T9", "likelihood", "F1", "F2", "F9", "
 def without_retrieval(tmp_path_factory):
     """All pages where everything is there that can be had."""
     folder = tmp_path_factory.mktemp("obtainable")
-    write_everything(folder / "results", SEEDS, has_retrieval=False)
+    write_everything(folder / "results", SEEDS, gone="lra/retrieval")
     said = reproduce(*CHANGED, "--results", folder / "results", "--to", folder / "pages", "--seeds", SEEDS)
     return folder, said
 
@@ -255,6 +259,76 @@ class TestWithoutRetrieval:
         assert "smgk-4 better than softmax-8, mean of lra/listops, lra/text, peerread, test accuracy, %" in first
         assert "smlk-4 not worse than linear-8, mean of lra/listops-linear, lra/text-linear, test accuracy, %" in second
         assert "in place of lra/retrieval-linear**" not in second
+
+
+WORDS = ("T3", "T10", "F5", "F6", "F7", "F12", "enwik8-words")
+"""Pages that are about WikiText-103, and the one of what stands in for it."""
+
+
+@pytest.fixture(scope="module")
+def without_wikitext103(tmp_path_factory):
+    """All pages where everything is there that could be had."""
+    folder = tmp_path_factory.mktemp("words")
+    write_everything(folder / "results", SEEDS, gone="wikitext103/")
+    said = reproduce(*WORDS, "--results", folder / "results", "--to", folder / "pages", "--seeds", SEEDS)
+    return {name: (folder / "pages" / f"{name}.md").read_text() for name in WORDS}, said
+
+
+class TestWithoutWikiText103:
+    """Its training text could not be had: the articles of enwik8 stand in, under their own name."""
+
+    def test_nothing_is_missing(self, without_wikitext103):
+        found, said = without_wikitext103
+        assert said.exit_code == 0, said.output[-3000:]
+        for text in found.values():
+            assert "## Missing" not in text, text
+            assert "not yet" not in text, text
+
+    @pytest.mark.parametrize(("name", "count"), [("T3", 13), ("T10", 2), ("F7", 4)])
+    def test_claims_are_judged_on_the_stand_in(self, without_wikitext103, name, count):
+        """All but the one about the larger model, which nothing stands in for."""
+        text = without_wikitext103[0][name]
+        comparisons = [line for line in text.splitlines() if re.search(r"^\| .* (better|worse) than ", line)]
+        gone = [line for line in comparisons if "wikitext103/" in line]
+        stand_ins = [line for line in comparisons if ", enwik8-words" in line]
+        assert all(line.endswith("|  | corpus not to be had |") for line in gone)
+        assert len(stand_ins) == count == sum("wikitext103/medium" not in line for line in gone)
+        assert all(re.search(r"\| (holds|does not hold|not shown) \|$", line) for line in stand_ins)
+        assert "enwik8-words in place of wikitext103/small)" in text or name == "T10"
+
+    def test_each_table_stands_in_for_its_own(self, without_wikitext103):
+        """A number of ours is never in a table with one of the paper."""
+        found, _ = without_wikitext103
+        pairs = {"T3": ("small", "small-linear"), "T10": ("multi-query",)}
+        for name, recipe in ((name, f"wikitext103/{each}") for name, own in pairs.items() for each in own):
+            table = found[name].partition(f"**{STAND_INS[recipe]}, in place of {recipe}**")[2].strip().splitlines()[:3]
+            assert "perplexity" in table[0]
+            assert "paper" not in table[0]
+            assert "±" in table[2]
+        assert "The training text of wikitext103/medium could not be had where our runs were made" in found["T3"]
+        assert "in place of wikitext103/medium" not in found["T3"]
+        assert "±" not in found["T3"].partition(", in place of")[0]
+
+    @pytest.mark.parametrize("name", ["F5", "F6", "F7", "F12"])
+    def test_figures_are_drawn_under_the_other_name(self, without_wikitext103, name):
+        text = without_wikitext103[0][name]
+        title = next(line for line in text.splitlines() if line.startswith("# "))
+        assert "enwik8-words" in title
+        assert "in place of WikiText-103" in title
+        assert f"]({PICTURES[name][0]})" in text
+
+
+def test_whoever_has_a_corpus_has_all_its_recipes(tmp_path):
+    """One run of the small model says that the text is there: then the others can be made, too."""
+    nothing = read_results(tmp_path / "none")
+    assert not can_be_made("wikitext103/medium", nothing)
+    assert can_be_made("wikitext103/small-linear", nothing)
+    write_curve(tmp_path / "results", "wikitext103/small", "softmax-8", 0)
+    page = pages.build("T3", read_results(tmp_path / "results"), tmp_path, 1)
+    assert {need.recipe for need in page.needs} == {
+        f"wikitext103/{each}" for each in ("small", "small-linear", "medium")
+    }
+    assert "corpus not to be had" not in {verdict.outcome for verdict in page.verdicts}
 
 
 def test_a_picture_out_of_date_is_removed(made, tmp_path):

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mgk.data import aan, enwik8, imdb, listops, peerread, subwords, translation, wikitext
+from mgk.data import aan, enwik8, enwik8_words, imdb, listops, peerread, subwords, translation, wikitext
 from mgk.data.errors import DataError
 from mgk.data.kind import CorpusKind, Progress, check_options, no_progress
 from mgk.data.store import Corpus, load
@@ -20,6 +20,7 @@ KINDS: dict[str, CorpusKind] = {
         aan.CORPUS,
         peerread.CORPUS,
         enwik8.CORPUS,
+        enwik8_words.CORPUS,
         *wikitext.CORPORA,
         *subwords.CORPORA,
         *translation.CORPORA,

@@ -16,7 +16,7 @@ from mgk.reproduction.missing import Need, find_missing
 from mgk.reproduction.page import Grid, Page, verdict_in_words
 from mgk.reproduction.recipe import bundled
 from mgk.reproduction.results import Results
-from mgk.reproduction.stand_ins import explain, in_place_of, is_gone
+from mgk.reproduction.stand_ins import can_be_made, explain, in_place_of, is_gone
 from mgk.reproduction.statistics import correlation, mean, show, standard_error, t_quantile
 
 Recipes = Mapping[str, Mapping[str, Mapping[str, float]]]
@@ -27,6 +27,7 @@ SEEDS = 5
 OURS = {
     "peerread": "test_accuracy",
     "enwik8": "test_bits_per_token",
+    "enwik8-words": "test_perplexity",
     "wikitext2": "test_perplexity",
     "smollm2": "test_disjoint_perplexity",
     "multi30k": "test_bleu",
@@ -119,6 +120,7 @@ def table_page(name: str, results: Results, seeds: int = SEEDS) -> Page:
             for recipe, rows in recipes.items()
             for row, metrics in rows.items()
             for found in metrics
+            if metric(found).source == "benchmark" or can_be_made(recipe, results)
         )
     )  # fmt: skip
     used = list(dict.fromkeys((*recipes, *(need.recipe for need in needs))))

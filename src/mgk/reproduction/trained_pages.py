@@ -126,7 +126,7 @@ def analysis_page(name: str, results: Results, folder: Path, seeds: int) -> Page
     if name in RANKS:
         published, rows, layers = RANKS[name]
         recipe = in_place_of(published, results)
-        title = title or "Ranks of attention matrices, WikiText-103"
+        title = title or name_stand_ins("Ranks of attention matrices, WikiText-103", [published], results)
         picture = folder / f"{name}-ranks.png"
         count = rank_histograms.draw(_ranks(results, recipe, rows, layers), picture, title="Rank of attention matrices")
         metrics = [metric(f"rank_layer_{layer}") for layer in layers]
