@@ -8,6 +8,7 @@ from sweep_cases import write_recipe
 
 import mgk.recipes
 from mgk.commands.sweep.plan import plan_cells, read_plan
+from mgk.reproduction.recipe import home
 
 PLAN = Path(__file__).parents[2] / "results" / "plans" / "long-range-arena.yaml"
 
@@ -138,27 +139,22 @@ def test_the_plan_of_language_models():
     for cell in cells:
         seeds.setdefault(cell.row, []).append(cell.config.seed)
     for name in ("enwik8", "multi30k", "enwik8-equal-cache"):
-        assert {row for recipe, row in seeds if recipe == name} == set(mgk.recipes.load(name).rows)
+        own = {row for row in mgk.recipes.load(name).rows if home(name, row) == name}
+        assert {row for recipe, row in seeds if recipe == name} == own
         assert all(own == [0, 1, 2, 3, 4] for (recipe, _), own in seeds.items() if recipe == name)
     assert {row: own for (name, row), own in seeds.items() if name == "wikitext2"} == {
         row: [0] for row in mgk.recipes.load("wikitext2").rows
     }
     assert sum(name == "tatoeba" for name, _ in seeds) == 5
-    # No row of enwik8 is trained once more for the table of equal caches.
-    for home, row in mgk.recipes.load("enwik8-equal-cache").table:
-        assert (home, row) in seeds
-        assert home == "enwik8-equal-cache" or ("enwik8-equal-cache", row) not in seeds
+    # Rows that two recipes share are trained once.
+    assert all(home(recipe, row) == recipe for recipe, row in seeds)
+    for name in ("enwik8-equal-cache", "enwik8-words-linear", "enwik8-words-multi-query", "multi30k-variances"):
+        assert {(home(name, row), row) for row in mgk.recipes.load(name).rows} <= seeds.keys()
+    wanted = {row for row in mgk.recipes.load("enwik8-words").rows if row != "softmax-4+qk_norm"}
+    assert {row for recipe, row in seeds if recipe == "enwik8-words"} == wanted
     order = list(dict.fromkeys((cell.config.name, cell.config.seed > 2) for cell in cells))
     assert order == [
-        ("enwik8", False), ("multi30k", False), ("enwik8-equal-cache", False), ("wikitext2", False), ("tatoeba", False),
-        ("enwik8", True), ("enwik8-equal-cache", True), ("multi30k", True),
+        ("enwik8", False), ("enwik8-words", False), ("enwik8-words-linear", False), ("enwik8-words-multi-query", False),
+        ("multi30k", False), ("multi30k-variances", False), ("enwik8-equal-cache", False), ("wikitext2", False),
+        ("tatoeba", False), ("enwik8", True), ("enwik8-equal-cache", True), ("multi30k", True), ("enwik8-words", True),
     ]  # fmt: skip
-
-
-def test_what_waits_for_its_recipes_can_be_read():
-    """Its recipes are made elsewhere: then they go into the plan."""
-    wanted = read_plan(PLAN.with_name("language-models-pending.yaml"))
-    assert all(entry.rows is None or entry.rows for entry in wanted)
-    assert {entry.recipe for entry in wanted}.isdisjoint(
-        entry.recipe for entry in read_plan(PLAN.with_name("language-models.yaml"))
-    )

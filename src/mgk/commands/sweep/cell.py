@@ -11,6 +11,7 @@ import torch
 
 import mgk.recipes
 from mgk.commands.training import default_run, train_command
+from mgk.reproduction.recipe import home
 from mgk.training import result
 from mgk.training.agreement import record_of, run_differences
 from mgk.training.configuration import RunConfig
@@ -50,17 +51,16 @@ def cells_of(
         folder: where the runs go, each into ``RECIPE/ROW/seed-N``.
     """
     recipe = mgk.recipes.load(name)
-    configs = [recipe.config(row, changes, seed) for row in (recipe.rows if rows is None else rows) for seed in seeds]
-    if not configs:
+    cells = []
+    for row in recipe.rows if rows is None else rows:
+        # A row that the recipe shares with the one it extends is a run of that one, and is trained once.
+        owner = home(name, row)
+        for seed in seeds:
+            config = mgk.recipes.load(owner).config(row, changes, seed)
+            command = train_command(owner, [*changes, f"seed={config.seed}", "--row", config.row])
+            cells.append(Cell(config=config, folder=default_run(config, folder), command=command))
+    if not cells:
         raise ValueError(f"a sweep must have rows and seeds, got none of {name}")
-    cells = [
-        Cell(
-            config=config,
-            folder=default_run(config, folder),
-            command=train_command(name, [*changes, f"seed={config.seed}", "--row", config.row]),
-        )
-        for config in configs
-    ]
     titles = [cell.title for cell in cells]
     for title in titles:
         # Counted twice, one run would make its standard error too small. A change such as seed=3 makes them one.
