@@ -26,9 +26,13 @@ LONGEST = 64
 
 
 def demo(
-    folder: Annotated[Path, typer.Option("--to", help="Where the runs and the report go.")] = Path("runs/demo"),
-    rows: Annotated[str, typer.Option(help="Which models, separated by spaces: mgk recipes demo.")] = " ".join(ROWS),
-    changes: Annotated[list[str] | None, typer.Argument(help="Changes as key=value, such as seed=1.")] = None,
+    folder: Annotated[Path, typer.Option("--to", help="Folder for the runs and the report.")] = Path("runs/demo"),
+    rows: Annotated[str, typer.Option(help="Rows to train, separated by spaces (see mgk recipes demo).")] = " ".join(
+        ROWS
+    ),
+    changes: Annotated[
+        list[str] | None, typer.Argument(help="Values to override, as key=value, such as seed=1.")
+    ] = None,
 ) -> None:
     """Train softmax with 8 heads and smgk with 4 side by side, on this CPU, and write a report to look at."""
     console = Console(stderr=True)
