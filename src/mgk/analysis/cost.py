@@ -41,7 +41,8 @@ def forward_flops(model: nn.Module, **inputs: Any) -> int:
     - each call of an ``nn.Linear`` and of the adaptive softmax, which with ``labels`` computes the clusters of the
       targets only, and without them the whole vocabulary;
     - each attention, by the identities of mixture attention and not by the operations of a backend (``sdpa`` repeats
-      values for M components, ``chunked`` works in blocks). With B sequences, H query and G key/value heads of width D::
+        values for M components, ``chunked`` works in blocks). With B sequences, H query and G key/value heads of
+        width D::
 
           q.k       2 B H Nq Nk D      once for shifted keys (q.(k + b_r) = q.k + q.b_r), M times for M projected
                                        keys, and for shifted keys that ``qk_norm`` normalises after the shift

@@ -63,7 +63,7 @@ class Ratio:
 
     @property
     def flops(self) -> float:
-        """Ratio of the operations in the layers. It is the same for training, which costs three times as much in both."""
+        """Ratio of the operations in the layers, and of those in training, which are three times as many in both."""
         return self.mixture.forward_flops / self.baseline.forward_flops
 
     @property
