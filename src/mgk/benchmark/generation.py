@@ -127,7 +127,7 @@ class Generation:
         return tokens
 
     def cache_bytes(self) -> int:
-        """Of keys and values."""
+        """Bytes of keys and values in the cache."""
         held = [tensor for layer in self._cache.layers for tensor in (layer.keys, layer.values)]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 

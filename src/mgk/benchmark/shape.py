@@ -59,7 +59,7 @@ class Shape:
         return f"batch {self.batch}, {self.heads} heads, {self.tokens:,} tokens, head_dim {self.head_dim}, {kind}"
 
     def facts(self) -> dict[str, Any]:
-        """What a row of the JSON says of it, but for the heads."""
+        """Return the entries of a row of the JSON, except the heads."""
         return {
             "batch": self.batch,
             "tokens": self.tokens,

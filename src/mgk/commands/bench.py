@@ -350,8 +350,8 @@ def write_merged(
 ) -> None:
     """Join results of mgk bench attention that were measured in several calls.
 
-    They must come from the same device, dtype and versions, and no two may contain the same shape. The joined file
-    records when each call began, how it was configured and what it measured.
+    They must come from the same device, dtype and versions, and no two may contain the same shape.
+    The joined file records when each call began, how it was configured and what it measured.
     """
     from mgk.benchmark import parts
     from mgk.training.result import write

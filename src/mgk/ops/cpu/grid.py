@@ -1,4 +1,4 @@
-"""How the pairs of a call are cut into tiles."""
+"""The division of the pairs of a call into blocks and tiles."""
 
 from __future__ import annotations
 
