@@ -43,7 +43,7 @@ register_conversion(app)
 
 
 def main() -> None:
-    """Run the command; what a user did wrong is one line, not a traceback, unless ``MGK_TRACEBACK`` is set."""
+    """Run the command. An error of the user prints one line and no traceback, unless ``MGK_TRACEBACK`` is set."""
     try:
         app()
     except (ValueError, TypeError, OSError, RuntimeError) as error:
@@ -67,30 +67,36 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None: ...
 
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Argument(help="Folder of a saved model, or owner/name on the hub.")],
+    model: Annotated[str, typer.Argument(help="Folder of a saved model, or owner/name on the Hub.")],
     prompt: Annotated[str, typer.Argument(help="Text to continue, or to translate; - reads standard input.")] = "-",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 100,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token; 1 samples.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample among the k likeliest tokens; 0: all.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to generate at most.")] = 100,
+    temperature: Annotated[
+        float,
+        typer.Option(min=0.0, help="0 always takes the most likely token; 1 samples from the model's distribution."),
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample among the k most likely tokens; 0 is all.")] = 0,
     top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Sample among tokens of this total probability.")
+        float, typer.Option(min=0.0, max=1.0, help="Sample among the most likely tokens with this total probability.")
     ] = 1.0,
-    beams: Annotated[int, typer.Option(min=1, help="Beam search with so many beams.")] = 1,
-    seed: Annotated[int | None, typer.Option(help="Make samples repeatable.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, ...; auto takes a GPU if there is one.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; auto: as saved.")] = "auto",
-    cache: Annotated[bool, typer.Option(help="Keep keys and values of earlier tokens.")] = True,
+    beams: Annotated[int, typer.Option(min=1, help="Number of beams; above 1 is beam search.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="Seed that makes sampling repeatable.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, ..., or auto: a GPU if there is one.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, float16, or auto: the dtype of the saved weights.")
+    ] = "auto",
+    cache: Annotated[bool, typer.Option(help="Cache the keys and values of earlier tokens.")] = True,
 ) -> None:
-    """Write text with a language model, or translate, token by token as it comes.
+    """Generate text with a language model, or translate, and print it token by token.
 
-    The tokenizer lies in the folder of the model; that of a source with its own vocabulary in `source_tokenizer` there.
+    The tokenizer is read from the folder of the model.
+    If the source has its own vocabulary, its tokenizer is read from the subfolder `source_tokenizer`.
     """
     import torch
     from transformers import AutoConfig, AutoTokenizer, TextStreamer, set_seed
@@ -133,7 +139,7 @@ def generate(
         settings["pad_token_id"] = config.eos_token_id if isinstance(config.eos_token_id, int) else 0
 
     if beams > 1:
-        # Which beam wins is known only at the end.
+        # The best beam is known only at the end, so nothing can be streamed.
         tokens = writer.generate(**inputs, **settings)[0]
         typer.echo(tokenizer.decode(tokens, skip_special_tokens=True))
     else:
@@ -142,7 +148,7 @@ def generate(
 
 
 def _load_writer(model: str, config: mgk.models.MGKConfig, dtype: str) -> PreTrainedModel:
-    """The model that a saved folder names, if it is one that writes."""
+    """Load the model that a saved folder names, if its class can generate."""
     import mgk.models
 
     classes = (mgk.models.MGKForCausalLM, mgk.models.MGKForSeq2SeqLM)

@@ -1,4 +1,4 @@
-"""``mgk demo``: two models learn short ListOps side by side, and a page shows what came of it."""
+"""``mgk demo``: train two models on short ListOps side by side, and write a report about them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,20 @@ if TYPE_CHECKING:
 RECIPE = "demo"
 ROWS = ("softmax-8", "smgk-4")
 REPORT = "report.html"
-# No list of the recipe is longer.
+# Length of the longest list in the recipe.
 LONGEST = 64
 
 
 def demo(
-    folder: Annotated[Path, typer.Option("--to", help="Where the runs and the report go.")] = Path("runs/demo"),
-    rows: Annotated[str, typer.Option(help="Which models, separated by spaces: mgk recipes demo.")] = " ".join(ROWS),
-    changes: Annotated[list[str] | None, typer.Argument(help="Changes as key=value, such as seed=1.")] = None,
+    folder: Annotated[Path, typer.Option("--to", help="Folder for the runs and the report.")] = Path("runs/demo"),
+    rows: Annotated[str, typer.Option(help="Rows to train, separated by spaces (see mgk recipes demo).")] = " ".join(
+        ROWS
+    ),
+    changes: Annotated[
+        list[str] | None, typer.Argument(help="Values to override, as key=value, such as seed=1.")
+    ] = None,
 ) -> None:
-    """Train softmax with 8 heads and smgk with 4 side by side, on this CPU, and write a report to look at."""
+    """Train softmax with 8 heads and smgk with 4 side by side on this CPU, and write an HTML report."""
     console = Console(stderr=True)
     trained, corpus = train_side_by_side(rows.split(), changes or [], folder, console)
     chosen = [] if rows.split() == list(ROWS) else ["--rows", rows]
@@ -43,9 +47,12 @@ def demo(
 def train_side_by_side(
     rows: Sequence[str], changes: Sequence[str], folder: Path, console: Console
 ) -> tuple[dict[str, tuple[Trainer, dict[str, Any]]], Corpus]:
-    """One update of each model in turn, so that both have the same machine. By row: the trainer and its result.
+    """Train the models by one update of each in turn, so that both have the same machine.
 
-    Like every training it can be interrupted, and goes on when called again.
+    Like every training it can be interrupted, and resumes when it is called again.
+
+    Returns:
+        Trainer and result of each row, and the corpus.
     """
     import torch
 
@@ -62,7 +69,7 @@ def train_side_by_side(
     recipe = mgk.recipes.load(RECIPE)
     configs = {row: recipe.config(row, changes) for row in rows}
     corpus = open_or_prepare(next(iter(configs.values())).data, progress=bar(console))
-    # Batches this small are not worth a second thread, and somebody is waiting for the machine.
+    # Batches this small do not gain from a second thread, and the user may need the rest of the machine.
     torch.set_num_threads(1)
     display = Display(console=console)
     trainers: dict[str, Trainer] = {}
@@ -78,12 +85,12 @@ def train_side_by_side(
             write_config(place, config)
         walks = [trainer.steps() for trainer in trainers.values()]
         try:
-            # Not zip: one that is further already waits for nobody.
+            # zip would stop at the shortest: a resumed model that is further along must not end the others.
             while walks:
                 walks = [walk for walk in walks if next(walk, None) is not None]
             return {row: (trainer, finish(trainer)) for row, trainer in trainers.items()}, corpus
         except Interrupted:
-            # In the test at the end the models have other weights, and are saved already.
+            # Once training is over, the models hold their best weights for the test and have been saved.
             for trainer in trainers.values() if walks else ():
                 trainer.save(must=True)
             display.say("stopped and saved: the same command goes on from here")
@@ -91,7 +98,7 @@ def train_side_by_side(
 
 
 def make_report(trained: dict[str, tuple[Trainer, dict[str, Any]]], corpus: Corpus, command: str) -> Report:
-    """What the models cost, how they learned, and where they look."""
+    """Build the report: costs, learning curves and attention maps of the models."""
     from mgk.analysis import Report, RunReport, cost
     from mgk.analysis.report.examples import look
     from mgk.analysis.report.settings import flatten
@@ -140,7 +147,7 @@ def make_report(trained: dict[str, tuple[Trainer, dict[str, Any]]], corpus: Corp
 
 
 def _examples(corpus: Corpus, count: int = 3) -> list[Example]:
-    """The first few test lists that have something to look at."""
+    """Return the first few test lists that are long enough to be interesting."""
     from mgk.analysis.report.examples import SHORTEST, find_examples
 
     found = find_examples(corpus, count=count, longest=LONGEST)

@@ -1,4 +1,4 @@
-"""What a trained model costs, where it looks, what it has learned, and a page that shows it."""
+"""Analyses of trained models: cost, attention maps, learned mixtures, and a report that shows them."""
 
 from mgk.analysis.attention_maps import PooledMaps, attention_maps, pooled_maps
 from mgk.analysis.component_shares import component_shares

@@ -13,19 +13,19 @@ from transformers import PreTrainedModel
 from mgk.analysis.record import NUM_QUERIES, AttentionRecord
 from mgk.evaluation.inference import evaluation_mode
 
-# Cells to a side of a map that is drawn: more than that a picture of all heads does not show.
+# Most cells per side of a drawn map; a figure of all heads cannot show more.
 MAP_SIZE = 256
 
 
 def attention_maps(model: PreTrainedModel, **inputs: Any) -> list[Tensor]:
-    """Weights of every layer on these inputs, ``[layers][B, H, Nq, Nk]``, materialised, in fp32 on the CPU.
+    """Compute the attention weights of every layer, ``[layers][B, H, Nq, Nk]``, in fp32 on the CPU.
 
-    Evaluated without dropout and without gradients; the model keeps its mode. Of a model for pairs these are the maps
-    of the first sequence. Of a translation model ask the encoder, or the decoder with ``encoder_hidden_states``.
+    The model is evaluated without dropout and gradients, and keeps its mode. For a model of pairs the maps are those of
+    the first sequence. For a translation model pass its encoder, or its decoder with ``encoder_hidden_states``.
 
     Args:
         model: any model of :mod:`mgk.models` with one stack of layers.
-        inputs: what its ``forward`` takes.
+        inputs: arguments of its ``forward``.
     """
     with evaluation_mode(model):
         outputs = model(**{**inputs, "output_attentions": True, "return_dict": True})
@@ -41,31 +41,32 @@ def attention_maps(model: PreTrainedModel, **inputs: Any) -> list[Tensor]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PooledMaps:
-    """The attention matrices of one layer for one sample, small enough to look at."""
+    """The attention matrices of one layer for one sample, pooled to a size that can be drawn."""
 
     layer: str
-    """Its name in the record."""
+    """Name of the layer in the record."""
     weights: Tensor
-    """``[H, rows, columns]``: a cell is the mean weight of its queries and keys, times the number of keys: 1 is what it
-    would be if every key got the same."""
+    """``[H, rows, columns]``: mean weight of the queries and keys of each cell, times the number of keys, so that
+    uniform attention is 1."""
     num_queries: int
-    """How many the rows stand for."""
+    """Number of queries that the rows cover."""
     num_keys: int
-    """How many the columns stand for."""
+    """Number of keys that the columns cover."""
 
 
 def pooled_maps(
     record: AttentionRecord, *, sample: int = 0, size: int = MAP_SIZE, num_queries: int | None = NUM_QUERIES
 ) -> list[PooledMaps]:
-    """The attention maps of every head and layer, long sequences pooled to ``size`` cells a side.
+    """Compute the attention maps of every head and layer, with long sequences pooled to ``size`` cells per side.
 
-    One head exists at a time, and of more than ``num_queries`` queries so many rows of it, evenly spaced.
+    Only one head's matrix exists at a time. If there are more than ``num_queries`` queries, that many evenly spaced
+    rows are computed.
 
     Args:
-        record: of a model and a batch.
-        sample: which of the batch.
-        size: cells to a side at most; shorter sequences have a cell for each token.
-        num_queries: rows to compute at most; ``None``: all.
+        record: record of a model on a batch.
+        sample: index of the sample in the batch.
+        size: most cells per side; shorter sequences have a cell for each token.
+        num_queries: most rows to compute; ``None`` is all.
     """
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")

@@ -1,4 +1,4 @@
-"""How our figures look: colours that the colour-blind tell apart, few lines, the same file for the same numbers."""
+"""The style of our figures: colours for the colour-blind, few lines, and identical files for identical numbers."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ if TYPE_CHECKING:
 INK, BLUE, ORANGE, GREEN, PINK, YELLOW = "#333333", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00"
 SKY = "#56b4e9"
 COLOURS = (INK, BLUE, ORANGE, GREEN, PINK, YELLOW)
-"""Okabe and Ito's, dark grey in place of black: the first one is for the baseline."""
+"""Colours of Okabe and Ito, with dark grey for black. The first one is for the baseline."""
 MARKERS = ("o", "s", "^", "D", "v", "P")
-"""One for each colour, for those who see none."""
+"""A marker for each colour, so that colour is not needed to tell lines apart."""
 
 STYLE: Any = {
     "font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
     "axes.titlesize": 10, "legend.frameon": False, "legend.fontsize": 9, "savefig.dpi": 150,
 }  # fmt: skip
-"""Of every picture; canvases of curves and costs have their titles on the left as well."""
+"""Style of every figure; figures of curves and costs also have their titles on the left."""
 
 
 @contextmanager
 def canvas(
     path: Path, *, rows: int = 1, columns: int = 1, size: tuple[float, float] = (5.0, 3.8)
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """A figure and its panels, row by row; written to ``path`` at the end.
+    """Context with a figure and its panels, row by row, which is written to ``path`` at the end.
 
     Args:
-        path: the PNG.
-        rows: of panels.
-        columns: of panels.
-        size: of one panel in inches, width and height.
+        path: PNG file to write.
+        rows: number of rows of panels.
+        columns: number of columns of panels.
+        size: width and height of a panel in inches.
     """
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({**STYLE, "axes.titlelocation": "left"}):
-        # Without pyplot, which would choose a window for the whole process and keep the figure.
+        # pyplot is not used, because it would choose a window system for the whole process and keep the figure.
         figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False)
         layout: Any = figure.get_layout_engine()
@@ -51,16 +51,16 @@ def canvas(
 
 
 def write(figure: Figure, path: Path) -> None:
-    """Write a PNG. Without the version of matplotlib in it, the same numbers are the same file."""
+    """Write a PNG without the version of matplotlib, so that identical numbers give identical files."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Software": None})
 
 
 def show_grid(axes: Axes) -> None:
-    """Faint horizontal lines, to read values by."""
+    """Draw faint horizontal lines for reading values."""
     axes.grid(axis="y", which="major", color="#dddddd", linewidth=0.8)
 
 
 def hide(axes: Axes) -> None:
-    """A panel that nothing is in."""
+    """Hide an empty panel."""
     axes.set_axis_off()

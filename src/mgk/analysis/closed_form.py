@@ -1,9 +1,9 @@
-"""The paper's closed form of what an attention costs (its appendix B), its arithmetic error corrected.
+"""The paper's closed form of the cost of attention (its appendix B), with its arithmetic error corrected.
 
-A multiplication or an addition is one operation, so a product of ``[m, k]`` and ``[k, n]`` costs ``(2 k - 1) m n``:
-less than the ``2 m k n`` of :func:`mgk.analysis.forward_flops` by the addition that a sum of k terms does not need.
-Softmax, exponentials and norms cost nothing, a Gaussian distance what a dot product costs, and the output projection
-is ``[H D, H D]``, where real models have ``[H D, D_x]``.
+A multiplication or an addition is one operation, so a product of ``[m, k]`` and ``[k, n]`` costs ``(2 k - 1) m n``.
+:func:`mgk.analysis.forward_flops` counts ``2 m k n``, although a sum of k terms needs only k - 1 additions. Softmax,
+exponentials and norms cost nothing, a Gaussian distance costs as much as a dot product, and the output projection is
+``[H D, H D]``, while real models have ``[H D, D_x]``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from fractions import Fraction
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """One attention over a sequence, as the appendix writes it."""
+    """The sizes of one attention over a sequence, in the notation of the appendix."""
 
     tokens: int
     """N."""
     heads: int
-    """H, of the softmax attention; the mixture has H / M."""
+    """H, the heads of softmax attention; the mixture has H / M."""
     head_dim: int
     """D, of queries, keys and values."""
     input_dim: int
@@ -32,24 +32,24 @@ class AttentionShape:
 
 
 def softmax_operations(shape: AttentionShape) -> int:
-    """``N^2 H (4 D - 1) + N H D (6 D_x + 2 H D - 5)``: softmax attention with H heads, as printed."""
+    """Operations of softmax attention with H heads, as printed: ``N^2 H (4 D - 1) + N H D (6 D_x + 2 H D - 5)``."""
     tokens, width = shape.tokens, shape.heads * shape.head_dim
     square = tokens**2 * shape.heads * (4 * shape.head_dim - 1)
     return square + tokens * width * (6 * shape.input_dim + 2 * width - 5)
 
 
 def mixture_operations(shape: AttentionShape, components: int = 2, *, as_printed: bool = False) -> int:
-    """A mixture of M projected keys with H / M heads::
+    """Operations of a mixture of M projected keys with H / M heads::
 
         N^2 H (2 (M + 1) D - 1) / M + N H D (2 (M + 2) D_x / M + 2 H D / M - (2 M + 3) / M)
 
-    The paper prints ``(3 M + 2) / M`` as the last constant, which does not follow from its own count of one head, and
-    agrees with it for M = 1 only. Its multiplications by the prior are not counted, its additions are.
+    The paper prints ``(3 M + 2) / M`` as the last constant. That does not follow from its own count for one head and
+    agrees with it only for M = 1. As in the paper, multiplications by the prior are not counted, but its additions are.
 
     Args:
-        shape: H heads, of which the mixture has H / M.
+        shape: sizes of the attention, of whose H heads the mixture has H / M.
         components: M.
-        as_printed: with the paper's constant.
+        as_printed: whether to use the paper's constant.
     """
     _check_components(shape, components)
     tokens, width = shape.tokens, shape.heads * shape.head_dim
@@ -62,7 +62,7 @@ def mixture_operations(shape: AttentionShape, components: int = 2, *, as_printed
 
 
 def saved_operations(shape: AttentionShape, *, as_printed: bool = False) -> int:
-    """What two components with half the heads save: ``N^2 H (D - 1/2) + N H D (2 D_x + H D - 3/2)``.
+    """Operations that two components with half the heads save: ``N^2 H (D - 1/2) + N H D (2 D_x + H D - 3/2)``.
 
     The paper prints ``- 1`` in place of ``- 3/2``, after the constant of :func:`mixture_operations`.
     """
@@ -70,15 +70,16 @@ def saved_operations(shape: AttentionShape, *, as_printed: bool = False) -> int:
 
 
 def softmax_parameters(shape: AttentionShape) -> int:
-    """``3 H D D_x + (H D)^2``, as printed: no biases."""
+    """Parameters of softmax attention as printed, without biases: ``3 H D D_x + (H D)^2``."""
     width = shape.heads * shape.head_dim
     return 3 * width * shape.input_dim + width**2
 
 
 def mixture_parameters(shape: AttentionShape, components: int = 2) -> int:
-    """``(M + 2) H D D_x / M + (H D)^2 / M + H``: queries, values and M keys for H / M heads, and M priors for each.
+    """Parameters of a mixture with H / M heads: ``(M + 2) H D D_x / M + (H D)^2 / M + H``.
 
-    With M = 2 the paper's ``2 H D D_x + (H D)^2 / 2 + H``.
+    They are queries, values, M keys and the output projection, and M priors for each head. For M = 2 this is the
+    paper's ``2 H D D_x + (H D)^2 / 2 + H``.
     """
     _check_components(shape, components)
     width = shape.heads * shape.head_dim

@@ -1,4 +1,4 @@
-"""Which component of the mixture answers a query at a key."""
+"""The share of each component of the mixture in an attention weight."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from mgk.nn import MixtureAttention
 
 
 def component_shares(model: PreTrainedModel, **inputs: Any) -> list[Tensor]:
-    """What part of each weight comes from each component, ``[layers][B, H, M, Nq, Nk]``, in fp32 on the CPU.
+    """Compute the share of each component in each weight, ``[layers][B, H, M, Nq, Nk]``, in fp32 on the CPU.
 
-    Over the components they sum to 1, for every pair, also for those that a mask hides. Times the weights of
-    :func:`mgk.analysis.attention_maps` they are what each component contributes to attention. With soft assignment a
-    share is the responsibility ``p(r | i, j)``; with hard assignment it is 1 for the component that is nearest (equally
-    near ones share it); of linear attention, which has no density, it is the component's part of
-    ``sum_r prior_r phi(q_i) . phi(k_jr)``, and equal parts where that is zero.
+    The shares sum to 1 over the components for every pair, including masked ones. Multiplied by the weights of
+    :func:`mgk.analysis.attention_maps`, they are the contribution of each component to attention. With soft assignment
+    a share is the responsibility ``p(r | i, j)``. With hard assignment it is 1 for the nearest component, and
+    components that tie share it. In linear attention, which has no density, it is the component's part of ``sum_r
+    prior_r phi(q_i) . phi(k_jr)``, or ``1 / M`` where that sum is zero.
 
-    Evaluated without dropout and gradients. Of a model for pairs these are the shares of the first sequence.
+    The model is evaluated without dropout and gradients. For a model of pairs the shares are those of the first
+    sequence.
 
     Args:
         model: any model of :mod:`mgk.models` with one stack of layers.
-        inputs: what its ``forward`` takes.
+        inputs: arguments of its ``forward``.
     """
     return [_of_call(call) for call in record_attention(model, **inputs).calls]
 
@@ -45,7 +46,7 @@ def _of_call(call: AttentionCall) -> Tensor:
 
 @torch.no_grad()
 def double_keys(call: AttentionCall, sample: int) -> Tensor:
-    """``[Hkv, M, Nk, D]``: every key of a sample, padding included, shifts added, in fp64."""
+    """Return every key of a sample with padding and with shifts added, ``[Hkv, M, Nk, D]``, in fp64."""
     key = call.key[sample].double()
     key = key if key.ndim == 4 else key[:, None]
     return key if call.shift is None else key + call.shift.double()[:, :, None]
@@ -53,13 +54,13 @@ def double_keys(call: AttentionCall, sample: int) -> Tensor:
 
 @torch.no_grad()
 def shares_of_head(attention: MixtureAttention, own: int, query: Tensor, key: Tensor) -> Tensor:
-    """The shares of one head, ``[M, n, Nk]``, in fp64, where the plain formula needs no care.
+    """Compute the shares of one head, ``[M, n, Nk]``, in fp64, in which the plain formula is accurate enough.
 
     Args:
         attention: the layer.
-        own: the key/value head of this head, whose prior and variance it has.
+        own: index of the head's key/value head, which has its prior and variance.
         query: ``[n, D]``.
-        key: ``[M, Nk, D]``, shifts added.
+        key: ``[M, Nk, D]``, with shifts added.
     """
     query, key = query.double(), key.double()
     log_prior = key.new_zeros(len(key), 1, 1)

@@ -1,4 +1,4 @@
-"""What a model costs: parameters, floating-point operations, bytes of cache."""
+"""The cost of a model: parameters, floating-point operations, bytes of cache."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ from mgk.training.resolved_model import build_model_config
 
 
 def parameters(model: nn.Module) -> int:
-    """Numbers in all parameters; a table that two modules share counts once."""
+    """Number of parameters; a table that two modules share counts once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def embedding_parameters(model: nn.Module) -> int:
-    """Numbers in the tables of tokens and of learned positions; a table that two modules share counts once.
+    """Number of parameters in the tables of tokens and learned positions; a table that two modules share counts once.
 
-    An output layer that is tied to the tokens' table is this table; one of its own is no embedding.
+    A tied output layer is the token table itself, and an output layer of its own does not count as an embedding.
     """
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     return sum(table.numel() for table in tables)
 
 
 def forward_flops(model: nn.Module, **inputs: Any) -> int:
-    """Floating-point operations of the matrix products in one forward pass on these inputs.
+    """Count the floating-point operations of the matrix products in one forward pass on these inputs.
 
-    A product of ``[m, k]`` and ``[k, n]`` counts ``2 m k n``. What is counted, for the shapes that really occur (every
-    padded token included):
+    A product of ``[m, k]`` and ``[k, n]`` counts ``2 m k n``. Counted are, for the shapes that occur (with every padded
+    token):
 
-    - each call of an ``nn.Linear``, and of the adaptive softmax: with ``labels`` its clusters cost what the targets
-      inside them cost, without them it forms the whole vocabulary;
-    - each attention, by the identities of mixture attention and not by what a backend does: ``sdpa`` repeats values
-      for M components, ``chunked`` works in blocks. With B sequences, H query and G key/value heads of width D::
+    - each call of an ``nn.Linear`` and of the adaptive softmax, which with ``labels`` computes the clusters of the
+      targets only, and without them the whole vocabulary;
+    - each attention, by the identities of mixture attention and not by the operations of a backend (``sdpa`` repeats
+        values for M components, ``chunked`` works in blocks). With B sequences, H query and G key/value heads of
+        width D::
 
           q.k       2 B H Nq Nk D      once for shifted keys (q.(k + b_r) = q.k + q.b_r), M times for M projected
                                        keys, and for shifted keys that ``qk_norm`` normalises after the shift
@@ -51,21 +52,21 @@ def forward_flops(model: nn.Module, **inputs: Any) -> int:
           k.b_r     2 B G Nk M D       shifted keys under the Gaussian similarity, for |k + b_r|^2
           weight.v  2 B H Nq Nk Dv
 
-      and of linear attention, with F features, whichever way the backend takes::
+      and for linear attention with F features, for every backend::
 
           state     2 B G Nk F (Dv + 1)
           out       2 B H Nq F (Dv + 1)
 
     Causal attention counts the full square, as torch's own counter does. Norms, softmax, activations, biases,
-    embeddings and rotary positions count nothing; neither do matrix products of modules from elsewhere.
+    embeddings and rotary positions count nothing, and neither do matrix products in other modules.
 
-    The pass is really run, in evaluation mode and without gradients, and leaves the model as it was (but a cache
-    among the inputs filled). A model and inputs on the ``meta`` device cost neither time nor memory, and attention is
-    counted there without being run; only the adaptive softmax with ``labels`` cannot be counted.
+    The pass is run in evaluation mode without gradients. It leaves the model unchanged, but fills a cache among the
+    inputs. With model and inputs on the ``meta`` device it takes neither time nor memory, and attention is counted
+    without being run; only the adaptive softmax with ``labels`` cannot be counted there.
 
     Args:
-        model: any module made of the library's attention.
-        inputs: what its ``forward`` takes.
+        model: any module built on the library's attention.
+        inputs: arguments of its ``forward``.
     """
     counter = _Counter()
     with evaluation_mode(model), counter.watching(model):
@@ -74,7 +75,7 @@ def forward_flops(model: nn.Module, **inputs: Any) -> int:
 
 
 def training_flops(model: nn.Module, **inputs: Any) -> int:
-    """Forward and backward: three times :func:`forward_flops`, since each product has two in the backward pass.
+    """Operations of forward and backward, three times :func:`forward_flops`: each product has two in the backward pass.
 
     Recomputation, by activation checkpointing or inside a backend, is not counted.
     """
@@ -82,13 +83,13 @@ def training_flops(model: nn.Module, **inputs: Any) -> int:
 
 
 def cache_bytes_per_token(config: MGKConfig, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Bytes of keys and values that all layers keep for one token, in ``dtype``; 0 for linear attention, which keeps a
-    state of constant size instead.
+    """Bytes of keys and values that all layers cache for one token, in ``dtype``; 0 for linear attention.
 
-    ``layers * kv_heads * (key width + head_dim)`` numbers: the key is ``head_dim`` wide where shifts are added on
-    reading, and M times that for projected keys and, with ``qk_norm``, for shifted ones. An encoder keeps nothing after
-    its forward pass; for it this is what attention holds per token during the pass. For a translation model it is the
-    decoder's cache, per token of the target (self-attention) and again per token of the source (cross-attention).
+    The cache has ``layers * kv_heads * (key width + head_dim)`` numbers. A key is ``head_dim`` wide if shifts are added
+    on reading, and M times that for projected keys and, with ``qk_norm``, for shifted ones. Linear attention keeps a
+    state of constant size instead. An encoder has no cache; for it this is what attention holds per token during the
+    forward pass. For a translation model it is the decoder's cache per token of the target (self-attention), and the
+    same again per token of the source (cross-attention).
     """
     assert config.num_key_value_heads is not None
     assert config.head_dim is not None
@@ -109,7 +110,7 @@ def cache_bytes_of_run(run: RunConfig) -> int:
 
 
 class _Counter:
-    """Adds up the products of a model while it runs."""
+    """Counts the matrix products of a model while it runs."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -145,7 +146,7 @@ class _Counter:
 
     @contextmanager
     def _attending(self, module: MixtureAttention) -> Iterator[None]:
-        # A hook on the module would see hidden states; only here are the keys complete, cached ones included.
+        # A hook on the module would see only hidden states; here the keys are complete, with the cached ones.
         attend = module.attend
 
         @functools.wraps(attend)
@@ -155,7 +156,8 @@ class _Counter:
             else:
                 self.total += _attention_flops(q, k, v, options["shift"], module.similarity)
             if q.is_meta and not options.get("need_weights"):
-                # No numbers are to come, and a backend's blocks take most of the time.
+                # On the meta device there are no numbers to compute, and a backend's loop over blocks would take most
+                # of the time.
                 return module.out_proj(v.new_empty(*q.shape[:3], v.shape[-1]).transpose(1, 2).flatten(2)), None
             return attend(q, k, v, **options)
 
@@ -163,7 +165,7 @@ class _Counter:
         with ExitStack() as stack:
             stack.callback(delattr, module, "attend")
             if isinstance(module, MGKAttention) and module.feature_map is not None:
-                # With a cache linear attention goes on from a state.
+                # With a cache, linear attention continues from a state, which is another method.
                 go_on = module.attend_to_state
 
                 @functools.wraps(go_on)
@@ -178,14 +180,18 @@ class _Counter:
 
 
 def _linear_attention_flops(q: Tensor, v: Tensor, feature_map: FeatureMap) -> int:
-    """q ``[B, H, Nq, D]``, v ``[B, G, Nk, Dv]``."""
+    """Operations of linear attention for q ``[B, H, Nq, D]`` and v ``[B, G, Nk, Dv]``."""
     features = feature_map.key(q.new_zeros(1, q.shape[-1], dtype=torch.float32)).shape[-1]
     tokens = q.shape[:3].numel() + v.shape[:3].numel()
     return 2 * tokens * features * (v.shape[-1] + 1)
 
 
 def _attention_flops(q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, similarity: str) -> int:
-    """q ``[B, H, Nq, D]``, k ``[B, G, Nk, D]`` or ``[B, G, M, Nk, D]``, v ``[B, G, Nk, Dv]``, shift ``[G, M, D]``."""
+    """Operations of attention.
+
+    The shapes are q ``[B, H, Nq, D]``, k ``[B, G, Nk, D]`` or ``[B, G, M, Nk, D]``, v ``[B, G, Nk, Dv]``, shift ``[G,
+    M, D]``.
+    """
     batch, heads, queries, width = q.shape
     keys, value_width = v.shape[-2:]
     pairs = 2 * batch * heads * queries * keys

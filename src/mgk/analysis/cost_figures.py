@@ -1,4 +1,4 @@
-"""Figures 3, 4, 8, 10, 15 and 16 of the paper, drawn from counts."""
+"""Drawings of figures 3, 4, 8, 10, 15 and 16 of the paper, which show counted costs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def draw_ratios(ratios: Sequence[Ratio], path: Path) -> None:
-    """Figures 3 and 10: FLOPs over the length for each width, parameters over the width.
+    """Draw figures 3 and 10: FLOPs against the length for each width, and parameters against the width.
 
-    Training and inference have one panel, since forward and backward are three times forward in both models.
+    Training and inference share a panel, since forward and backward cost three times forward in both models.
     """
     widths, lengths = (sorted({getattr(ratio, name) for ratio in ratios}) for name in ("width", "length"))
     by_size = {(ratio.width, ratio.length): ratio for ratio in ratios}
@@ -49,7 +49,7 @@ def draw_ratios(ratios: Sequence[Ratio], path: Path) -> None:
             axes.axhline(1, color="#999999", linewidth=1, linestyle=":")
             show_grid(axes)
         flops.set_ylabel(f"{names}")
-        # Below the lines of this panel there is room: the output layer lifts them.
+        # The output layer lifts the lines of this panel, which leaves room for the legend below them.
         with_output.legend(title="model width", loc="lower left", ncols=2, title_fontsize=9)
         size.legend(loc="lower left")
         figure.suptitle(f"Cost of {names}, language model of 16 layers", fontsize=11, x=0.01, ha="left")
@@ -58,13 +58,10 @@ def draw_ratios(ratios: Sequence[Ratio], path: Path) -> None:
 def draw_over_heads(
     panels: Sequence[tuple[str, Mapping[str, Sequence[tuple[int, float]]]]], path: Path, *, title: str
 ) -> None:
-    """Figures 4 and 15: a cost over the heads of the baseline, whose mixtures have half of them.
+    """Draw figures 4 and 15: a cost against the heads of the baseline, of which the mixtures have half.
 
-    Args:
-        panels: for each the label of its vertical axis, and for each line heads and values. The first line of a panel
-            is the baseline.
-        path: the PNG.
-        title: of the figure.
+    Args: panels: for each panel the label of its vertical axis and its lines, as heads and values by name. The first
+        line is the baseline. path: PNG file to write. title: title of the figure.
     """
     columns = len(panels) if len(panels) < 4 else math.ceil(len(panels) / 2)
     with canvas(path, rows=math.ceil(len(panels) / columns), columns=columns, size=(4.8, 3.5)) as (figure, grid):
@@ -88,13 +85,13 @@ def draw_over_heads(
 def draw_variants(
     panels: Sequence[tuple[str, Sequence[tuple[str, float]]]], path: Path, *, title: str, unit: Mapping[str, str]
 ) -> None:
-    """Figures 8 and 16: a bar for each way to infer and learn the mixture, the baseline on top.
+    """Draw figures 8 and 16: a bar for each way to infer and learn the mixture, below the baseline.
 
     Args:
-        panels: for each the label of its axis, and names with values; the first is the baseline.
-        path: the PNG.
-        title: of the figure.
-        unit: how a value of a panel is written, as a format, by the label of its axis.
+        panels: for each panel the label of its axis, and values by name; the first is the baseline.
+        path: PNG file to write.
+        title: title of the figure.
+        unit: format of the values of a panel, by the label of its axis.
     """
     with canvas(path, columns=len(panels), size=(5.4, 3.4)) as (figure, grid):
         for axes, (label, bars) in zip(grid, panels, strict=True):
@@ -116,7 +113,7 @@ def draw_variants(
 
 
 def over_heads(costs: Sequence[Cost], attribute: str, scale: float, *, factor: int) -> list[tuple[int, float]]:
-    """Points of a line: the heads of the baseline, ``factor`` times those of the model, and a cost."""
+    """Return the points of a line: the heads of the baseline, ``factor`` times those of the model, and a cost."""
     return [(factor * cost.heads, scale * getattr(cost, attribute)) for cost in costs]
 
 

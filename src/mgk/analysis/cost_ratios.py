@@ -1,4 +1,4 @@
-"""What the models of the paper cost at every size: the numbers behind its figures 3, 4, 8, 10, 15 and 16."""
+"""The costs of the paper's models at every size, which its figures 3, 4, 8, 10, 15 and 16 show."""
 
 from __future__ import annotations
 
@@ -12,61 +12,63 @@ from mgk.analysis.cost import cache_bytes_per_token, embedding_parameters, forwa
 from mgk.models import MGKForCausalLM, MGKForSequencePairClassification, architecture
 
 WIDTHS = (256, 512, 1024, 2048, 4096)
-"""Of the language model, as in the paper."""
+"""Widths of the language model, as in the paper."""
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192)
-"""Words in a window, as in the paper."""
+"""Numbers of words in a window, as in the paper."""
 
 _TRAINING_OVER_FORWARD = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What one model costs on one shape of input."""
+    """The cost of one model for one input shape."""
 
     attention: str
-    """A preset."""
+    """Attention preset."""
     heads: int
     parameters: int
-    """All of them."""
+    """Number of all parameters."""
     embedding_parameters: int
-    """Those in tables of tokens and positions."""
+    """Number of parameters in tables of tokens and positions."""
     forward_flops: int
-    """Of the matrix products of one forward pass; of a language model without its output layer."""
+    """Operations of the matrix products in one forward pass, for a language model without its output layer."""
     output_flops: int
-    """Of a language model's output layer over the whole vocabulary; 0 for others, whose head is counted above."""
+    """Operations of a language model's output layer over the whole vocabulary; 0 for others, whose head is counted
+    above."""
     cache_bytes: int
-    """Keys and values of one token in all layers, in bf16; 0 for linear attention, whose state does not grow."""
+    """Bytes of keys and values of one token in all layers, in bf16; 0 for linear attention, whose state does not
+    grow."""
 
     @property
     def other_parameters(self) -> int:
-        """All but the tables."""
+        """Number of parameters outside the tables."""
         return self.parameters - self.embedding_parameters
 
     @property
     def training_flops(self) -> int:
-        """Forward and backward: each product has two in the backward pass."""
+        """Operations of forward and backward: each product has two in the backward pass."""
         return _TRAINING_OVER_FORWARD * self.forward_flops
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """A mixture over the attention with twice its heads, at one width and length."""
+    """The cost of a mixture relative to attention with twice its heads, at one width and length."""
 
     width: int
-    """Of the model."""
+    """Width of the model."""
     length: int
-    """Words in the window."""
+    """Number of words in the window."""
     mixture: Cost
     baseline: Cost
 
     @property
     def flops(self) -> float:
-        """Of the layers. Training over training is the same number, since both are three times forward."""
+        """Ratio of the operations in the layers, and of those in training, which are three times as many in both."""
         return self.mixture.forward_flops / self.baseline.forward_flops
 
     @property
     def flops_with_output(self) -> float:
-        """The same with the output over the whole vocabulary, which both models have."""
+        """Ratio of the operations including the output layer over the whole vocabulary, which both models have."""
         numerator = self.mixture.forward_flops + self.mixture.output_flops
         return numerator / (self.baseline.forward_flops + self.baseline.output_flops)
 
@@ -76,29 +78,29 @@ class Ratio:
 
     @property
     def other_parameters(self) -> float:
-        """Without the tables of tokens and positions."""
+        """Ratio of the parameters outside the tables of tokens and positions."""
         return self.mixture.other_parameters / self.baseline.other_parameters
 
     @property
     def cache_bytes(self) -> float | None:
-        """``None`` where neither keeps keys and values."""
+        """Ratio of the cached bytes; ``None`` if neither model caches keys and values."""
         return self.mixture.cache_bytes / self.baseline.cache_bytes if self.baseline.cache_bytes else None
 
 
 @functools.cache
 def language_model_cost(attention: str, heads: int, *, width: int, length: int, baseline_heads: int = 8) -> Cost:
-    """The WikiText-103 model of the paper, widened, on one window.
+    """Cost of the paper's WikiText-103 model, widened, on one window.
 
-    A head is ``width / baseline_heads`` wide, whatever ``heads`` is, and the feed-forward layer stays 2048 wide, as it
-    does in both of the published sizes. Every layer costs the same, so one is counted, on the ``meta`` device. What the
-    adaptive softmax costs depends on which words occur; here it is that of the whole vocabulary, and kept apart.
+    A head is ``width / baseline_heads`` wide for every value of ``heads``, and the feed-forward layer stays 2048 wide,
+    as in both published sizes. Every layer costs the same, so only one is counted, on the ``meta`` device. The cost of
+    the adaptive softmax depends on which words occur; here it is that of the whole vocabulary, and is kept apart.
 
     Args:
-        attention: a preset.
-        heads: of this model.
-        width: of the model.
-        length: of the window.
-        baseline_heads: of the model with the full number of heads.
+        attention: attention preset.
+        heads: number of heads of this model.
+        width: width of the model.
+        length: length of the window.
+        baseline_heads: number of heads of the baseline.
     """
     if width % baseline_heads:
         raise ValueError(f"width must be a multiple of {baseline_heads} heads, got {width}")
@@ -108,7 +110,7 @@ def language_model_cost(attention: str, heads: int, *, width: int, length: int, 
     config = model.config
     ids = torch.zeros(1, length, dtype=torch.long, device="meta")
     assert config.adaptive_cutoffs is not None
-    # One logit for each word, and one for each cluster after the first, whose words it stands for.
+    # There is one logit for each word, and one for each cluster after the first, which stands for its words.
     logits = config.vocab_size + len(config.adaptive_cutoffs)
     return Cost(
         attention=attention,
@@ -125,7 +127,7 @@ def language_model_cost(attention: str, heads: int, *, width: int, length: int, 
 def _language_model(
     attention: str, heads: int, width: int, head_dim: int, *, layers: int | None = None
 ) -> MGKForCausalLM:
-    """On the ``meta`` device. Positions are computed, so one model serves every length."""
+    """Build the language model on the ``meta`` device. Its positions are computed, so it works for every length."""
     changes = {} if layers is None else {"num_hidden_layers": layers}
     config = architecture(
         "wikitext103-small", attention=attention, num_attention_heads=heads, hidden_size=width, head_dim=head_dim,
@@ -138,14 +140,14 @@ def _language_model(
 def language_model_ratios(
     mixture: str, baseline: str, *, widths: Sequence[int] = WIDTHS, lengths: Sequence[int] = LENGTHS, heads: int = 8
 ) -> list[Ratio]:
-    """A mixture with half the heads over ``baseline`` with all of them, at every width and length.
+    """Ratios of a mixture with half the heads to ``baseline`` with all of them, at every width and length.
 
     Args:
-        mixture: the preset above the line: ``mgk`` (figure 3) or ``mlk`` (figure 10).
-        baseline: the preset below it: ``softmax`` or ``linear``.
-        widths: of the model.
-        lengths: of the window.
-        heads: of the baseline.
+        mixture: preset of the numerator: ``mgk`` (figure 3) or ``mlk`` (figure 10).
+        baseline: preset of the denominator: ``softmax`` or ``linear``.
+        widths: widths of the model.
+        lengths: lengths of the window.
+        heads: number of heads of the baseline.
     """
     return [
         Ratio(
@@ -160,13 +162,13 @@ def language_model_ratios(
 
 
 def retrieval_cost(attention: str, heads: int, *, pairs: int = 1, tokens: int = 4096) -> Cost:
-    """The Long Range Arena Retrieval model of the paper on ``pairs`` pairs of documents, all of their tokens counted.
+    """Cost of the paper's Long Range Arena Retrieval model on ``pairs`` pairs of documents, counting all tokens.
 
     Args:
-        attention: a preset.
-        heads: of this model, 32 wide each.
-        pairs: in the batch.
-        tokens: of each document; shorter ones are padded to it.
+        attention: attention preset.
+        heads: number of heads of this model, each 32 wide.
+        pairs: number of pairs in the batch.
+        tokens: tokens of each document, to which shorter ones are padded.
     """
     model = _retrieval_model(attention, heads)
     return Cost(
@@ -182,7 +184,7 @@ def retrieval_cost(attention: str, heads: int, *, pairs: int = 1, tokens: int = 
 
 @functools.cache
 def _retrieval_model(attention: str, heads: int) -> MGKForSequencePairClassification:
-    """On the ``meta`` device."""
+    """Build the Retrieval model on the ``meta`` device."""
     with torch.device("meta"):
         return MGKForSequencePairClassification(
             architecture("lra-retrieval", attention=attention, num_attention_heads=heads)
@@ -191,6 +193,6 @@ def _retrieval_model(attention: str, heads: int) -> MGKForSequencePairClassifica
 
 @functools.cache
 def _retrieval_flops(attention: str, heads: int, tokens: int) -> int:
-    """Of one pair."""
+    """Operations of the Retrieval model for one pair."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     return forward_flops(_retrieval_model(attention, heads), input_ids=ids, pair_input_ids=ids)

@@ -1,4 +1,4 @@
-"""Learning curves, from the lines that a run writes while it trains."""
+"""Learning curves, read from the measurements that a run writes during training."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from mgk.training.tracking import METRICS
 
 KINDS = {"train": "training", "valid": "validation"}
 
-# What is measured but is no learning curve.
+# Measurements that are not learning curves.
 NOT_LEARNED = ("step", "kind", "count", "seconds", "tokens", "tokens_per_second", "gpu_gib", "validation_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearningCurves:
-    """What one run measured over its steps."""
+    """The measurements of one run over its steps."""
 
     name: str
-    """Of the run: its folder, or its file."""
+    """Name of the run: that of its folder or file."""
     points: Mapping[str, Sequence[tuple[int, float]]]
-    """``(step, value)`` in order, by names such as ``training loss`` and ``validation accuracy``."""
+    """Points ``(step, value)`` in order, by names such as ``training loss`` and ``validation accuracy``."""
     left_out: int
-    """How many values were not finite."""
+    """Number of values that were not finite."""
 
 
 def learning_curves(path: str | Path, *, name: str | None = None) -> LearningCurves:
     """Read the curves of a run.
 
     Args:
-        path: the folder of a run, or a file of JSON lines such as those in ``results/curves``.
-        name: for people; ``None``: that of the folder or file.
+        path: folder of a run, or a file of JSON lines such as those in ``results/curves``.
+        name: name to show; ``None`` is that of the folder or file.
     """
     path = Path(path)
     file = path / METRICS if path.is_dir() else path
@@ -63,10 +63,10 @@ def learning_curves(path: str | Path, *, name: str | None = None) -> LearningCur
 
 
 def read_measurements(path: Path) -> list[dict[str, Any]]:
-    """The lines of a run in order: ``step``, ``kind``, and numbers, NaN where they were not finite.
+    """Read the measurements of a run in order: ``step``, ``kind``, and numbers, which are NaN if not finite.
 
-    The last line may be cut short, by a process that died. Any other that is damaged is an error: a curve with a hole
-    that nobody sees is worse than none.
+    The last line may be cut short by a process that died. Any other damaged line is an error, because an unnoticed gap
+    in a curve is worse than no curve.
     """
     lines: list[dict[str, Any]] = []
     texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -91,5 +91,5 @@ def _parse(text: str) -> dict[str, Any] | None:
     values = {key: value for key, value in line.items() if key not in ("step", "kind")}
     if not all(value is None or isinstance(value, (int, float)) for value in values.values()):
         return None
-    # Null is what a measurement that is not finite is written as.
+    # A measurement that is not finite is written as null.
     return {**line, **{key: math.nan if value is None else float(value) for key, value in values.items()}}

@@ -1,4 +1,4 @@
-"""How likely the queries are: their negative log-likelihood under the mixture, and under one Gaussian to a key."""
+"""Negative log-likelihood of the queries under the mixture, and under one Gaussian per position."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from mgk.ops import mixture_log_density
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QueryDensity:
-    """Negative log-likelihoods of one layer's queries in nats: means over all valid queries of the batch."""
+    """Negative log-likelihoods of one layer's queries in nats, averaged over all valid queries of the batch."""
 
     layer: str
     """Its name in the record."""
     mixture: Tensor
-    """``[H]``: ``-log mean_j sum_r prior_r exp(-|q_i - k_jr|^2 / 2 variance_r)``, which is the paper's NLL: the
-    constants of the Gaussians are left out, as attention leaves them out."""
+    """``[H]``: the paper's NLL, ``-log mean_j sum_r prior_r exp(-|q_i - k_jr|^2 / 2 variance_r)``, which like attention
+    leaves out the constants of the Gaussians."""
     components: Tensor
-    """``[M, H]``: the same with component r alone."""
+    """``[M, H]``: the same for component r alone."""
     merged: Tensor
-    """``[H]``: the same with one Gaussian to a position, at the prior's mean of its keys, with the prior's mean of
-    their variances."""
+    """``[H]``: the same with one Gaussian per position, whose mean and variance are the means of the position's keys
+    and variances, weighted by the prior."""
     normalized_mixture: Tensor
-    """``[H]``: with the constants ``(2 pi variance)^(-D/2)``: a true density, which may be compared between
-    variances."""
+    """``[H]``: the NLL of the mixture with the constants ``(2 pi variance)^(-D/2)``, a proper density that can be
+    compared between variances."""
     normalized_merged: Tensor
-    """``[H]``: that of one Gaussian to a position."""
+    """``[H]``: the same for one Gaussian per position."""
     num_queries: int
-    """How many the means are over."""
+    """Number of queries in the means."""
 
 
 @torch.no_grad()
 def query_density(record: AttentionRecord) -> list[QueryDensity]:
-    """The NLL of the queries of each layer and head, in memory linear in the length.
+    """Compute the NLL of the queries of each layer and head, in memory linear in the length.
 
-    The paper sets a trained mixture beside another model, trained with one Gaussian. Here the model is the same one,
-    its keys merged afterwards: the difference says what the mixture does for these queries, not what training would
-    have done without it. For that, compare the ``mixture`` of two models.
+    The paper compares a trained mixture with another model that was trained with one Gaussian. Here both numbers come
+    from one model, whose keys are merged afterwards. Their difference shows what the mixture does for these queries,
+    not what training without it would have given; for that, compare the ``mixture`` of two models.
 
-    With ``assignment="hard"`` the mixture has a uniform prior, since hard attention has none.
+    With ``assignment="hard"`` the prior is uniform, since hard attention has none.
 
     Args:
-        record: of a model and a batch, with Gaussian similarity.
+        record: record of a model on a batch, with Gaussian similarity.
     """
     return [_of_call(call) for call in record.calls]
 
@@ -83,28 +83,28 @@ def _of_call(call: AttentionCall) -> QueryDensity:
 
 
 def _total(options: dict[str, Any], *, normalized: bool = False) -> float:
-    """Sum of the NLL over the queries."""
+    """Sum the NLL over the queries."""
     return -float(mixture_log_density(**options, normalized=normalized).double().sum())
 
 
 def _normalized_total(options: dict[str, Any], plain: float, num_queries: int) -> float:
-    """The same with the constants of the Gaussians, where ``plain`` is known without."""
+    """Sum the NLL with the constants of the Gaussians, given the sum ``plain`` without them."""
     variance = options["variance"]
     if isinstance(variance, Tensor):
         return _total(options, normalized=True)
-    # All components have the same, which comes before the sum.
+    # All components have the same constant, which can be taken out of the sum.
     return plain + num_queries * 0.5 * options["query"].shape[-1] * math.log(2 * math.pi * variance)
 
 
 def _keys(options: dict[str, Any]) -> Tensor:
-    """``[1, 1, M, Nk, D]``, shifts added."""
+    """Return the keys with shifts added, ``[1, 1, M, Nk, D]``."""
     key, shift = options["key"], options["shift"]
     key = key[:, :, None] if key.ndim == 4 else key
     return key if shift is None else key + shift[:, :, None, :]
 
 
 def _alone(options: dict[str, Any], component: int) -> dict[str, Any]:
-    """The same queries and one component of the keys."""
+    """Return the options with a single component of the keys."""
     variance = options["variance"]
     if isinstance(variance, Tensor):
         variance = variance[..., component : component + 1]
@@ -113,7 +113,7 @@ def _alone(options: dict[str, Any], component: int) -> dict[str, Any]:
 
 
 def _merged(options: dict[str, Any], components: int) -> dict[str, Any]:
-    """The same queries and the mean of the keys of each position."""
+    """Return the options with the mean of the keys at each position."""
     key, log_prior, variance = _keys(options), options["log_prior"], options["variance"]
     if log_prior is None:
         prior = key.new_full((1, components), 1.0 / components)

@@ -1,6 +1,6 @@
-"""The pictures of the analyses. matplotlib is imported when the first one is drawn.
+"""The figures of the analyses. matplotlib is imported when the first one is drawn.
 
-Colours are those of Okabe and Ito and of cividis, which people tell apart who do not see red and green as two.
+The colours are those of Okabe and Ito and of cividis, which do not rely on telling red from green.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GREY = "#777777"
-# Many small panels need smaller letters.
+# Figures with many small panels need smaller text.
 STYLE: Any = {
     **canvas.STYLE, "axes.labelsize": 9, "xtick.labelsize": 8, "ytick.labelsize": 8, "legend.fontsize": 8,
 }  # fmt: skip
-# Weights of an attention map that are drawn as the darkest, as a share of what every key would get.
+# Weights at or below this, relative to uniform attention, get the darkest colour of an attention map.
 DARKEST = 1e-2
 
 
 def draw_all(findings: Findings, folder: Path) -> list[Path]:
-    """Draw everything that was found into a folder; the files in order."""
+    """Draw all findings into a folder, and return the files in order."""
     return [save(draw, folder / f"{name}.png") for name, draw in drawings(findings).items()]
 
 
 def drawings(findings: Findings) -> dict[str, Callable[[], Figure]]:
-    """What there is to draw, by the name of its file."""
+    """Return functions that draw the findings, by file name."""
     found: dict[str, Callable[[], Figure]] = {
         "attention-maps": lambda: draw_maps(findings.maps),
         "rank": lambda: draw_rank(findings.rank),
@@ -84,7 +84,7 @@ def drawings(findings: Findings) -> dict[str, Callable[[], Figure]]:
 
 
 def save(draw: Callable[[], Figure], path: Path) -> Path:
-    """Draw one picture into a PNG file."""
+    """Draw one figure and write it to a PNG file."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
@@ -93,7 +93,7 @@ def save(draw: Callable[[], Figure], path: Path) -> Path:
 
 
 def draw_maps(layers: Sequence[PooledMaps]) -> Figure:
-    """Attention matrices, a row for each layer and a column for each head (figures 2, 6 and 9 of the paper)."""
+    """Draw attention matrices, a row for each layer and a column for each head (figures 2, 6 and 9 of the paper)."""
     from matplotlib.colors import LogNorm
     from matplotlib.ticker import LogFormatter
 
@@ -125,7 +125,7 @@ def draw_maps(layers: Sequence[PooledMaps]) -> Figure:
 
 
 def draw_rank(layers: Sequence[AttentionRank]) -> Figure:
-    """Singular values, and the three ranks of each head (the paper has histograms of the first: figures 2 and 7)."""
+    """Draw singular values and the three ranks of each head (figures 2 and 7 of the paper show the first)."""
     figure = new_figure(11.5, 6.4)
     spectrum, *panels = (figure.add_subplot(2, 2, number) for number in range(1, 5))
     smallest = 1.0
@@ -165,7 +165,7 @@ def draw_rank(layers: Sequence[AttentionRank]) -> Figure:
 
 
 def draw_redundancy(layers: Sequence[HeadRedundancy]) -> Figure:
-    """Distance and similarity of every pair of heads, a column for each layer."""
+    """Draw distance and similarity of every pair of heads, a column for each layer."""
     heads = max(len(layer.distance) for layer in layers)
     columns = min(IN_A_ROW, len(layers))
     side = max(2.5, 0.55 * heads + 0.9)
@@ -203,7 +203,7 @@ def draw_redundancy(layers: Sequence[HeadRedundancy]) -> Figure:
 
 
 def draw_density(layers: Sequence[QueryDensity]) -> Figure:
-    """NLL of the queries of each head under the mixture, each component alone, and one Gaussian."""
+    """Draw the NLL of the queries of each head under the mixture, each component alone, and one Gaussian."""
     heads = sum(len(layer.mixture) for layer in layers)
     figure = new_figure(min(max(7.0, 0.9 * heads + 2.0), 20.0), 4.2)
     axes = figure.add_subplot()
@@ -232,7 +232,7 @@ def draw_density(layers: Sequence[QueryDensity]) -> Figure:
 
 
 def draw_mixture(layers: Sequence[LearnedMixture]) -> Figure:
-    """Priors, variances, and how far components are apart."""
+    """Draw priors, variances and the distances between components."""
     heads = sum(len(layer.prior) for layer in layers)
     if heads <= MOST_TICKS // 2:
         figure = new_figure(max(11.0, 1.5 * heads), 3.9)
@@ -281,7 +281,7 @@ def draw_mixture(layers: Sequence[LearnedMixture]) -> Figure:
 
 
 def draw_keys(layers: Sequence[LearnedMixture]) -> Figure:
-    """Keys of the first tokens, each component of each head (figure 14 of the paper)."""
+    """Draw the keys of the first tokens, for each component of each head (figure 14 of the paper)."""
     heads, note = heads_shown([len(layer.prior) for layer in layers], max(layer.keys.shape[1] for layer in layers))
     panels = [
         (panel_title(layer.layer, head, number if len(keys) > 1 else None), each.numpy())
@@ -294,7 +294,7 @@ def draw_keys(layers: Sequence[LearnedMixture]) -> Figure:
 
 
 def draw_projections(layers: Sequence[LearnedMixture]) -> Figure:
-    """The weights that make the keys, inputs by coordinates (figure 13 of the paper)."""
+    """Draw the weights of the key projections, inputs by coordinates (figure 13 of the paper)."""
     heads, note = heads_shown(
         [len(layer.prior) for layer in layers], max(layer.projection.shape[1] for layer in layers)
     )
@@ -308,7 +308,7 @@ def draw_projections(layers: Sequence[LearnedMixture]) -> Figure:
 
 
 def draw_shifts(layers: Sequence[LearnedMixture]) -> Figure:
-    """What each component adds to the key, a panel for each layer."""
+    """Draw the shifts that the components add to the key, a panel for each layer."""
     shifts = [(layer.layer, layer.shift) for layer in layers if layer.shift is not None]
     if not shifts:
         raise ValueError("layers must have shifted keys, got projected ones")
@@ -341,7 +341,7 @@ def draw_shifts(layers: Sequence[LearnedMixture]) -> Figure:
 
 
 def draw_responsibilities(layers: Sequence[TokenResponsibilities]) -> Figure:
-    """Which component answers, along the sequence: for each key, and for each query."""
+    """Draw the responsibilities of the components along the sequence, by key and by query."""
     heads, note = heads_shown([len(layer.mean) for layer in layers], 2)
     rows = [
         (layer, head, name)
@@ -382,7 +382,7 @@ def draw_responsibilities(layers: Sequence[TokenResponsibilities]) -> Figure:
 
 
 def draw_curves(runs: Sequence[LearningCurves], *, log_scale: bool = False) -> Figure:
-    """Every quantity that was measured, a panel each, the runs in colours (figures 1, 5, 11 and 12 of the paper)."""
+    """Draw a panel for each measured quantity, with a colour for each run (figures 1, 5, 11 and 12 of the paper)."""
     names = list(dict.fromkeys(name for run in runs for name in run.points))
     columns = min(3, len(names))
     lines = -(-len(names) // columns)
@@ -410,7 +410,7 @@ def draw_curves(runs: Sequence[LearningCurves], *, log_scale: bool = False) -> F
 
 
 def draw_theorem(found: Approximation) -> Figure:
-    """The density and a few of its fits; and how the largest error falls with K."""
+    """Draw the density with a few of its fits, and the largest error against K."""
     figure = new_figure(11.0, 4.2)
     left, right = (figure.add_subplot(1, 2, number) for number in (1, 2))
     grid = found.grid
@@ -440,11 +440,11 @@ def draw_theorem(found: Approximation) -> Figure:
 
 
 def _span(numbers: Sequence[int]) -> str:
-    """``28``, or ``17 to 28``."""
+    """Format a range of numbers, such as ``28`` or ``17 to 28``."""
     low, high = min(numbers), max(numbers)
     return f"{high:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _by_head(layer: AttentionRank, name: str) -> Tensor:
-    """``[samples, heads]``"""
+    """Return one kind of rank of every matrix of a layer, ``[samples, heads]``."""
     return torch.tensor([[getattr(matrix, name) for matrix in heads] for heads in layer.matrices], dtype=torch.float64)

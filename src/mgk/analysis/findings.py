@@ -1,4 +1,4 @@
-"""All analyses of one model and one batch together: as numbers, as one JSON file, as pictures."""
+"""All analyses of one model on one batch: as numbers, and as one JSON file."""
 
 from __future__ import annotations
 
@@ -30,29 +30,31 @@ NUMBERS = "analysis.json"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Findings:
-    """What there is to say about one model at work on one batch. An analysis that the model has no use for is ``None``,
-    and ``left_out`` says why."""
+    """The results of all analyses of one model on one batch.
+
+    An analysis that does not apply to the model is ``None``, and ``left_out`` has the reason.
+    """
 
     num_samples: int
-    """Sequences in the batch."""
+    """Number of sequences in the batch."""
     maps: Sequence[PooledMaps]
-    """Where the heads look, in the first sample."""
+    """Attention maps of the first sample."""
     rank: Sequence[AttentionRank]
-    """How many directions their matrices have."""
+    """Ranks of the attention matrices."""
     redundancy: Sequence[HeadRedundancy]
-    """How alike they are."""
+    """Distances and similarities between heads."""
     mixture: Sequence[LearnedMixture]
-    """What the mixtures have learned."""
+    """Learned parameters of the mixtures."""
     density: Sequence[QueryDensity] | None
-    """How likely the queries are."""
+    """Negative log-likelihoods of the queries."""
     responsibilities: Sequence[TokenResponsibilities] | None
-    """Which component answers, in the first sample."""
+    """Responsibilities of the components in the first sample."""
     curves: LearningCurves | None
-    """How it learned."""
+    """Learning curves of the run."""
     theorem: Approximation
-    """What a mixture of Gaussians can come near; the same for every model."""
+    """Approximation of a density by mixtures of Gaussians, which is the same for every model."""
     left_out: Mapping[str, str]
-    """By the name of an analysis: why there is none."""
+    """Reasons why analyses are left out, by their names."""
 
 
 def analyze(
@@ -62,13 +64,13 @@ def analyze(
     num_queries: int | None = NUM_QUERIES,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Findings:
-    """Run every analysis that makes sense for this model.
+    """Run every analysis that applies to this model.
 
     Args:
-        record: of a model and a batch.
-        curves: of its training, where they are known.
-        num_queries: rows of an attention matrix to look at, at most; ``None``: all.
-        progress: told what comes next.
+        record: record of a model on a batch.
+        curves: learning curves of its training, if known.
+        num_queries: most rows of an attention matrix to analyse; ``None`` is all.
+        progress: called with a message before each analysis.
     """
     left_out: dict[str, str] = {}
 
@@ -86,7 +88,7 @@ def analyze(
     rank: list[AttentionRank] = []
     redundancy: list[HeadRedundancy] = []
     for call in record.calls:
-        # Layer by layer, so that the matrices of one are there at a time.
+        # The analyses run layer by layer, so that only the matrices of one layer exist at a time.
         progress(f"attention matrices of {call.name}")
         layer = AttentionRecord(calls=[call])
         with call.keeping_weights():
@@ -114,12 +116,12 @@ def analyze(
 
 @functools.cache
 def _theorem() -> Approximation:
-    """The same for every model."""
+    """Return the approximation for the theorem, computed once, since it is the same for every model."""
     return approximate()
 
 
 def to_mapping(findings: Findings) -> dict[str, Any]:
-    """The numbers as JSON can hold them: everything but the pictures' own pixels. What is not finite is ``null``."""
+    """Convert the numbers to JSON, except the cells of the attention maps. Numbers that are not finite are ``null``."""
     theorem = findings.theorem
     return {
         "format": FORMAT,
@@ -208,7 +210,7 @@ def to_mapping(findings: Findings) -> dict[str, Any]:
 
 
 def write_numbers(path: Path, findings: Findings, facts: Mapping[str, Any] | None = None) -> None:
-    """Write the numbers, with ``facts`` about where they come from, as one JSON file, whole or not at all."""
+    """Write the numbers, with ``facts`` about their origin, atomically to one JSON file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")
     content = {**(facts or {}), **to_mapping(findings)}
@@ -217,7 +219,7 @@ def write_numbers(path: Path, findings: Findings, facts: Mapping[str, Any] | Non
 
 
 def _plain(value: Any) -> Any:
-    """Tensors as nested lists, numbers with seven digits, ``None`` for what is not finite."""
+    """Convert tensors to nested lists of numbers with seven digits, and numbers that are not finite to ``None``."""
     if isinstance(value, Tensor):
         return _plain(value.tolist())
     if isinstance(value, float):

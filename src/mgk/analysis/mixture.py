@@ -1,4 +1,4 @@
-"""What a mixture has learned: priors, variances, shifts, key projections, and how far its components are apart."""
+"""The learned parameters of a mixture: priors, variances, shifts, key projections, and distances of components."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ from torch import Tensor
 
 from mgk.analysis.record import AttentionCall, AttentionRecord
 
-# As many as the paper shows (figure 14).
+# Number of tokens whose keys are shown, as in figure 14 of the paper.
 NUM_TOKENS = 100
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LearnedMixture:
-    """The mixture of one layer. ``Hkv`` key/value heads, M components of width D, all in fp64 on the CPU."""
+    """The mixture of one layer with ``Hkv`` key/value heads and M components of width D, in fp64 on the CPU."""
 
     layer: str
     """Its name in the record."""
     prior: Tensor
-    """``[Hkv, M]``, rows sum to 1; uniform where the layer has none."""
+    """``[Hkv, M]``, whose rows sum to 1; uniform if the layer has no prior."""
     variance: Tensor | None
     """``[Hkv, M]``; ``None`` for linear attention."""
     shift: Tensor | None
-    """``[Hkv, M, D]``; ``None`` where each component has a projection of its own."""
+    """``[Hkv, M, D]``; ``None`` if each component has a projection of its own."""
     projection: Tensor
-    """``[Hkv, 1 or M, D, embed_dim]``: the weights that make keys, those of each component where there are M."""
+    """``[Hkv, 1 or M, D, embed_dim]``: the weights of the key projections, M if each component has its own."""
     keys: Tensor
-    """``[Hkv, M, n, D]``: of the first tokens of the first sample, shifts, norms and positions applied."""
+    """``[Hkv, M, n, D]``: keys of the first n tokens of the first sample, after shifts, norms and positions."""
     distance: Tensor
-    """``[Hkv, M, M]``: mean over tokens of ``|k_jr - k_js|``, how far two components of one position are apart."""
+    """``[Hkv, M, M]``: distance of two components of a position, ``|k_jr - k_js|``, averaged over tokens."""
     spread: Tensor
-    """``[Hkv]``: mean over tokens of the distance of a position's mean key from the mean key of the sample: what
-    ``distance`` is to be compared with. Components much closer than that are one key for all that matters."""
+    """``[Hkv]``: distance of a position's mean key from the mean key of the sample, averaged over tokens. It is the
+    scale for ``distance``: components that are much closer than this act as one key."""
     projection_distance: Tensor | None
-    """``[Hkv, M, M]``: ``|W_r - W_s| / sqrt(|W_r| |W_s|)`` in the Frobenius norm, about 1.4 for unrelated ones;
-    ``None`` where components are shifts of one projection."""
+    """``[Hkv, M, M]``: ``|W_r - W_s| / sqrt(|W_r| |W_s|)`` in the Frobenius norm, about 1.4 for unrelated projections;
+    ``None`` if components are shifts of one projection."""
     num_tokens: int
-    """How many the means are over."""
+    """Number of tokens in the means."""
 
 
 def learned_mixture(record: AttentionRecord, *, num_tokens: int = NUM_TOKENS) -> list[LearnedMixture]:
     """Read the mixtures of each layer.
 
     Args:
-        record: of a model and a batch.
-        num_tokens: of how many tokens to keep the keys; the distances are over all tokens that are not padding.
+        record: record of a model on a batch.
+        num_tokens: number of tokens whose keys are kept; distances use all tokens that are not padding.
     """
     return [_of_call(call, num_tokens) for call in record.calls]
 

@@ -1,4 +1,4 @@
-"""What pictures of many heads are made of: grids of panels, bars by head, names, colours."""
+"""Building blocks of figures with many heads: grids of panels, bars by head, names, colours."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from matplotlib.colorbar import Colorbar
     from matplotlib.figure import Figure
 
-# No component, layer or run is the baseline here.
+# The colour of the baseline comes last, because no component, layer or run is a baseline here.
 COLOURS = (BLUE, ORANGE, GREEN, PINK, YELLOW, SKY, INK)
-# Heads that a picture shows side by side before it starts a new row.
+# Most heads side by side in a row of panels.
 IN_A_ROW = 8
-# Panels of one picture, above which only the first heads of each layer are shown.
+# Most panels in a figure; with more, only the first heads of each layer are shown.
 MOST_PANELS = 48
-# Letters of a layer's name, above which it has a line of its own.
+# Most characters in the name of a layer that does not get a line of its own.
 LONG_NAME = 10
-# Heads on one axis, above which they have no numbers of their own.
+# Most heads on an axis that are numbered.
 MOST_TICKS = 24
 
 
@@ -41,13 +41,13 @@ def new_grid(
 
 
 def heads_shown(heads: Sequence[int], panels: int) -> tuple[int, str]:
-    """Of how many heads of each layer there is room for ``panels`` panels each, and what to say where not of all."""
+    """Return how many heads per layer fit, with ``panels`` panels each, and a note if that is not all."""
     most = max(1, MOST_PANELS // (panels * len(heads)))
     return most, "" if most >= max(heads) else f" (heads 1 to {most} of {max(heads)} in each layer)"
 
 
 def heatmaps(panels: Sequence[tuple[str, Any]], title: str, across: str, down: str, label: str) -> Figure:
-    """Matrices with one symmetric scale, so that zero has the colour in the middle."""
+    """Draw matrices with one symmetric scale, so that zero has the middle colour."""
     columns = min(IN_A_ROW, len(panels))
     lines = -(-len(panels) // columns)
     figure, grid = new_grid(lines, columns, 1.65, 2.6, extra=(1.5, 0.9))
@@ -71,7 +71,7 @@ def heatmaps(panels: Sequence[tuple[str, Any]], title: str, across: str, down: s
 
 
 def bars_by_head(axes: Axes, layers: Sequence[tuple[str, Tensor]]) -> None:
-    """A bar for the mean of each head, a dot for each sample; ``[samples, heads]`` of each layer."""
+    """Draw a bar for the mean of each head and a dot for each sample, from ``[samples, heads]`` of each layer."""
     place = 0
     for number, (_, values) in enumerate(layers):
         places = np.arange(place, place + values.shape[1])
@@ -84,7 +84,7 @@ def bars_by_head(axes: Axes, layers: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def name_heads(axes: Axes, layers: Sequence[tuple[str, int]]) -> None:
-    """Ticks for the heads, and the layers below them; for the layers alone where there are many heads."""
+    """Label the heads, with the layers below them, or only the layers if there are many heads."""
     labels, middles, place = [], [], 0
     total = sum(count for _, count in layers)
     for name, count in layers:
@@ -106,20 +106,20 @@ def name_heads(axes: Axes, layers: Sequence[tuple[str, int]]) -> None:
 
 
 def panel_title(layer: str, head: int, component: int | None = None) -> str:
-    """What a panel shows, in two lines where one would be too long."""
+    """Return the title of a panel, in two lines if one would be too long."""
     if component is not None:
         return f"{layer}\nhead {head + 1}, component {component + 1}"
     return f"{layer}{chr(10) if len(layer) > LONG_NAME else ', '}head {head + 1}"
 
 
 def _short(layer: str) -> str:
-    """The name of a layer where there is little room."""
+    """Return a short name of a layer."""
     short = layer.replace("encoder layer", "enc").replace("decoder layer", "dec").replace(", cross", "\ncross")
     return short.removeprefix("layer ")
 
 
 def colorbar(figure: Figure, image: Any, many: Sequence[Axes], label: str) -> Colorbar:
-    """As wide beside a tall picture as beside a flat one, and as long as a few panels."""
+    """Add a colour bar whose width does not depend on the height of the figure, and which is a few panels long."""
     rows = len({place.rowspan.start for axes in many if (place := axes.get_subplotspec()) is not None})
     shrink = min(0.9, 2.4 / rows)
     bar = figure.colorbar(image, ax=list(many), pad=0.02, shrink=shrink, aspect=15 * rows * shrink)
@@ -128,7 +128,7 @@ def colorbar(figure: Figure, image: Any, many: Sequence[Axes], label: str) -> Co
 
 
 def show_frame(axes: Axes) -> None:
-    """A picture has all four sides."""
+    """Show all four sides of the frame, as images have."""
     for side in axes.spines.values():
         side.set_visible(True)
 
@@ -143,7 +143,7 @@ def colour_of(number: int) -> str:
 
 
 def layer_colour(number: int, total: int) -> Any:
-    """Colours of their own for a few layers; for many, from dark to light."""
+    """Return the colour of a layer: distinct colours for a few layers, from dark to light for many."""
     if total <= len(COLOURS):
         return colour_of(number)
     import matplotlib

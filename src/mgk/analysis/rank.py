@@ -1,4 +1,4 @@
-"""How many directions the attention matrices of a model span."""
+"""The ranks of a model's attention matrices."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from torch import Tensor
 
 from mgk.analysis.record import NUM_QUERIES, AttentionRecord
 
-# The paper's: "we threshold the singular values smaller than 1e-6".
+# The paper's threshold: "we threshold the singular values smaller than 1e-6".
 THRESHOLD = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MatrixRank:
-    """Three answers to how many directions a matrix has, and what they come from."""
+    """Three kinds of rank of a matrix, and its singular values."""
 
     singular_values: Tensor
-    """In descending order, fp64."""
+    """Singular values in descending order, fp64."""
     rank: int
-    """How many are above the paper's threshold, an absolute number."""
+    """Number of singular values above the paper's threshold, which is absolute."""
     numerical_rank: int
-    """How many are above ``largest * max(rows, columns) * epsilon`` with the epsilon of fp32: those that the rounding
-    of an fp32 matrix could not have made. numpy's ``matrix_rank`` of an fp32 matrix has the same threshold."""
+    """Number of singular values above ``largest * max(rows, columns) * epsilon`` with the epsilon of fp32, which are
+    too large to be rounding errors of an fp32 matrix. numpy's ``matrix_rank`` of an fp32 matrix has the same
+    threshold."""
     effective_rank: float
-    """``exp(-sum_k p_k log p_k)`` with ``p_k`` the share of singular value k in their sum (Roy and Vetterli, 2007): no
-    threshold at all. Between 1 and the number of rows."""
+    """``exp(-sum_k p_k log p_k)`` with ``p_k`` the share of singular value k in their sum (Roy and Vetterli, 2007). It
+    needs no threshold and lies between 1 and the number of rows."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,26 +40,26 @@ class AttentionRank:
     layer: str
     """Its name in the record."""
     matrices: Sequence[Sequence[MatrixRank]]
-    """One for each head of each sample, ``[samples][heads]``."""
+    """Ranks for each head of each sample, ``[samples][heads]``."""
     num_queries: Sequence[int]
-    """Rows of the matrices of each sample: what no rank can exceed."""
+    """Number of rows in the matrices of each sample, which no rank can exceed."""
     num_keys: Sequence[int]
-    """Columns of the matrices of each sample."""
+    """Number of columns in the matrices of each sample."""
     of_queries: Sequence[int]
-    """How many queries each sample has; where that is more than ``num_queries``, the rows are a part of the matrix."""
+    """Number of queries of each sample. If it exceeds ``num_queries``, the rows are a part of the matrix."""
     threshold: float
-    """What ``rank`` counts singular values above."""
+    """Threshold of ``rank``."""
 
 
 def matrix_rank(matrix: Tensor, threshold: float = THRESHOLD) -> MatrixRank:
-    """The ranks of one matrix ``[rows, columns]``, in fp64 whatever its dtype.
+    """Compute the ranks of one matrix ``[rows, columns]`` in fp64.
 
-    The paper drops singular values below 1e-6. That is next to the noise of fp32: of an attention matrix of rank 5 with
-    500 rows, a decomposition in fp32 gives singular values of 7e-7 where there should be none, and more of larger ones
-    (``test_fp32_noise_is_next_to_the_threshold``). Here everything is in fp64, where the same noise is below 1e-14. The
-    count still depends on where the threshold is: attention is an exponential kernel, whose singular values fall off
-    smoothly, without a gap that would make a rank plain. ``effective_rank`` has no threshold, and is the number to
-    compare models by.
+    The paper drops singular values below 1e-6, which is close to the noise of fp32: for an attention matrix of rank 5
+    with 500 rows, a decomposition in fp32 has singular values of 7e-7 that should be zero, and larger matrices have
+    larger ones (``test_fp32_noise_is_next_to_the_threshold``). Here the computation is in fp64, whose noise is below
+    1e-14. The count still depends on the threshold: attention is an exponential kernel, whose singular values decay
+    smoothly, without a gap that would define a rank. ``effective_rank`` has no threshold, and is the number by which to
+    compare models.
     """
     if matrix.ndim != 2 or 0 in matrix.shape:
         raise ValueError(f"matrix must have shape [rows, columns], neither of them 0, got {list(matrix.shape)}")
@@ -78,19 +79,22 @@ def matrix_rank(matrix: Tensor, threshold: float = THRESHOLD) -> MatrixRank:
 
 
 def _singular_values(matrix: Tensor) -> Tensor:
-    """In descending order."""
+    """Singular values in descending order."""
     if matrix.shape[0] < matrix.shape[1]:
         matrix = matrix.T
     with _one_thread(matrix.device):
         if matrix.shape[0] > 1.5 * matrix.shape[1]:
-            # The triangle has the same singular values, and is smaller.
+            # R has the same singular values and is smaller.
             matrix = torch.linalg.qr(matrix, mode="r").R
         return torch.linalg.svdvals(matrix)
 
 
 @contextlib.contextmanager
 def _one_thread(device: torch.device) -> Iterator[None]:
-    """LAPACK's small steps wait for each other's threads: two on a busy machine took 80 times as long as one."""
+    """Context with one LAPACK thread.
+
+    The threads synchronise after small steps: two of them on a busy machine took 80 times as long as one.
+    """
     before = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -103,17 +107,17 @@ def _one_thread(device: torch.device) -> Iterator[None]:
 def attention_rank(
     record: AttentionRecord, *, num_queries: int | None = NUM_QUERIES, threshold: float = THRESHOLD
 ) -> list[AttentionRank]:
-    """The ranks of every attention matrix, layer by layer, head by head.
+    """Compute the ranks of every attention matrix, layer by layer and head by head.
 
-    To decompose the matrix of N tokens takes N^3 operations: half a second for 1024 x 4096 on one core, a minute and
-    more for 4096 x 4096. Of more than ``num_queries`` queries this takes so many rows, evenly spaced, with all their
-    columns. The rank of these rows is a lower bound of that of the whole, and models are comparable where they have as
-    many rows. ``num_queries=None`` decomposes the whole, as the paper does.
+    Decomposing the matrix of N tokens takes N^3 operations: half a second for 1024 x 4096 on one core, more than a
+    minute for 4096 x 4096. If there are more than ``num_queries`` queries, that many evenly spaced rows are taken with
+    all their columns. Their rank is a lower bound of the rank of the whole matrix, and models can be compared by it if
+    they have the same number of rows. ``num_queries=None`` decomposes the whole matrix, as the paper does.
 
     Args:
-        record: of a model and a batch.
-        num_queries: rows to take at most; ``None``: all.
-        threshold: what the paper's rank counts singular values above.
+        record: record of a model on a batch.
+        num_queries: most rows to take; ``None`` is all.
+        threshold: threshold of the paper's rank.
     """
     found = []
     for call in record.calls:

@@ -1,4 +1,4 @@
-"""What every attention of a model was given while it read a batch: the ground that the analyses stand on."""
+"""The record of all attention calls of a model on a batch, from which the analyses start."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from mgk.models import MGKPreTrainedModel
 from mgk.nn import MixtureAttention
 from mgk.ops import linear_mixture_weights, mixture_weights
 
-# Queries of one head that an analysis looks at unless told otherwise. Of longer sequences it takes this many, evenly
-# spaced: a singular value decomposition costs the cube of their number.
+# Default number of queries per head that are analysed. Longer sequences are sampled evenly, because the cost of a
+# singular value decomposition grows with the cube of the number.
 NUM_QUERIES = 1024
-# Of attention weights that a layer remembers at most.
+# Most bytes of attention weights that are kept for a layer.
 KEPT_BYTES = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionCall:
-    """One attention layer at work: its queries and keys as they met, and who could see whom."""
+    """One call of an attention layer: its queries, keys and masks."""
 
     name: str
-    """For people: ``layer 1``, ``encoder layer 2``, ``decoder layer 1, cross``."""
+    """Name to show: ``layer 1``, ``encoder layer 2``, ``decoder layer 1, cross``."""
     path: str
-    """Of the module in the model."""
+    """Path of the module in the model."""
     attention: MixtureAttention
     """The layer itself."""
     query: Tensor
-    """``[B, H, Nq, D]``, positions and norms applied."""
+    """``[B, H, Nq, D]``, after positions and norms."""
     key: Tensor
-    """``[B, Hkv, M, Nk, D]``, or ``[B, Hkv, Nk, D]`` where shifts are still to be added."""
+    """``[B, Hkv, M, Nk, D]``, or ``[B, Hkv, Nk, D]`` if shifts have to be added."""
     shift: Tensor | None
     """``[Hkv, M, D]``, or ``None``."""
     is_causal: bool
-    """Whether a query sees only the keys before it."""
+    """Whether a query sees only keys up to its own position."""
     key_mask: Tensor | None
     """bool ``[B, Nk]``, False at padding."""
     query_mask: Tensor | None
@@ -47,9 +47,9 @@ class AttentionCall:
     attn_mask: Tensor | None
     """bool, broadcastable to ``[B, H, Nq, Nk]``."""
     _keeps: list[bool] = field(default_factory=list, init=False, repr=False)
-    """Not empty while weights are kept."""
+    """Not empty inside :meth:`keeping_weights`."""
     _kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
-    """By sample and head: queries and their weights."""
+    """Queries and their weights, by sample and head."""
 
     @property
     def num_samples(self) -> int:
@@ -73,7 +73,7 @@ class AttentionCall:
 
     @torch.no_grad()
     def component_keys(self, sample: int) -> Tensor:
-        """``[Hkv, M, n, D]``: every key of a sample that is not padding, shifts added."""
+        """Keys of a sample that are not padding, with shifts added, ``[Hkv, M, n, D]``."""
         key = self.key[sample]
         if key.ndim == 3:
             key = key[:, None]
@@ -93,7 +93,7 @@ class AttentionCall:
         return found[torch.arange(limit, device=found.device) * len(found) // limit]
 
     def visible(self, sample: int, head: int, queries: Tensor) -> Tensor | None:
-        """bool ``[n, keys]``: which of the keys that are not padding each query sees; ``None``: all."""
+        """Mask of the keys, without padding, that each query sees, bool ``[n, keys]``; ``None`` if all are seen."""
         keys = self.keys(sample)
         seen = None
         if self.is_causal:
@@ -106,9 +106,9 @@ class AttentionCall:
 
     @torch.no_grad()
     def problem(self, sample: int, head: int, queries: Tensor, dtype: torch.dtype) -> dict[str, Any]:
-        """One head of one sample without its padding, as arguments of :func:`mgk.mixture_weights` and its kin.
+        """Arguments of :func:`mgk.mixture_weights` and similar functions for one head of one sample, without padding.
 
-        Not for linear attention, which has neither variance nor masks of pairs.
+        Linear attention, which has neither variance nor masks of pairs, is not supported.
         """
         own = head // (self.num_heads // self.num_kv_heads)
         seen = self.visible(sample, head, queries)
@@ -127,9 +127,9 @@ class AttentionCall:
 
     @torch.no_grad()
     def weights(self, sample: int, head: int, queries: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-        """``weight[i, j]`` of one head, ``[n, keys]``: rows for these queries, columns for keys that are not padding.
+        """Weights of one head, ``[n, keys]``, with rows for these queries and columns for keys that are not padding.
 
-        Computed in ``dtype`` from the queries and keys that the model had in its own precision.
+        They are computed in ``dtype`` from the queries and keys that the model had in its own precision.
         """
         if not self._keeps:
             return self._compute_weights(sample, head, queries, dtype)
@@ -142,8 +142,10 @@ class AttentionCall:
 
     @contextlib.contextmanager
     def keeping_weights(self) -> Iterator[None]:
-        """Inside, the fp64 weights of each head are computed once and remembered, for analyses that share them; beyond
-        :data:`KEPT_BYTES` those that come later are computed anew."""
+        """Context in which the fp64 weights of each head are computed once and kept, for analyses that share them.
+
+        Beyond :data:`KEPT_BYTES` further weights are recomputed.
+        """
         self._keeps.append(True)
         try:
             yield
@@ -170,10 +172,10 @@ class AttentionCall:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionRecord:
-    """Every attention layer of a model at work on one batch, in the order in which they ran."""
+    """The calls of all attention layers of a model on one batch, in the order of execution."""
 
     calls: Sequence[AttentionCall]
-    """At least one."""
+    """The calls, at least one."""
 
     @property
     def num_samples(self) -> int:
@@ -181,14 +183,14 @@ class AttentionRecord:
 
 
 def record_attention(model: nn.Module, **inputs: Any) -> AttentionRecord:
-    """Run a model on a batch and keep what each of its attention layers was given.
+    """Run a model on a batch and record the inputs of each of its attention layers.
 
-    Evaluated without dropout and without gradients; the model keeps its mode. Memory is linear in the length: no
-    attention matrix is formed here. Of a model for pairs, which reads two sequences, this is the first.
+    The model is evaluated without dropout and gradients, and keeps its mode. Memory is linear in the length, because no
+    attention matrix is formed here. For a model of pairs, the first sequence is recorded.
 
     Args:
-        model: any model of :mod:`mgk.models`, or any other with :class:`mgk.MixtureAttention` in it.
-        inputs: what its ``forward`` takes; padded, not packed.
+        model: any model of :mod:`mgk.models`, or any other that contains :class:`mgk.MixtureAttention`.
+        inputs: arguments of its ``forward``, padded and not packed.
     """
     layers = {path: module for path, module in model.named_modules() if isinstance(module, MixtureAttention)}
     if not layers:
@@ -197,7 +199,7 @@ def record_attention(model: nn.Module, **inputs: Any) -> AttentionRecord:
     if any(name.endswith("cu_seq_lens_q") and value is not None for name, value in inputs.items()):
         raise ValueError("inputs must be padded to be analysed, got packed sequences (cu_seq_lens_q)")
     if isinstance(model, MGKPreTrainedModel):
-        # Linear attention with a cache goes another way, and no cache is needed.
+        # With a cache, linear attention takes another path; no cache is needed here.
         inputs = {**inputs, "use_cache": False}
     calls: dict[str, AttentionCall] = {}
     with evaluation_mode(model), _listening(layers, calls):
@@ -209,10 +211,10 @@ def record_attention(model: nn.Module, **inputs: Any) -> AttentionRecord:
 
 @contextlib.contextmanager
 def _listening(layers: dict[str, MixtureAttention], calls: dict[str, AttentionCall]) -> Iterator[None]:
-    """Inside, the first call of every layer's ``attend`` is written down."""
+    """Context in which the first call of every layer's ``attend`` is recorded."""
     try:
         for number, (path, layer) in enumerate(layers.items(), start=1):
-            # On the instance, where it hides the method of the class.
+            # An attribute of the instance hides the method of the class.
             layer.__dict__["attend"] = _listener(_name(path, layer, number), path, layer, calls)
         yield
     finally:
@@ -229,7 +231,7 @@ def _listener(
         if path not in calls:
             query_mask = options["query_mask"]
             if query_mask is None and options["is_self_attention"]:
-                # A padded token is no query worth counting either.
+                # In self-attention a padded key is also a padded query.
                 query_mask = options["key_mask"]
             calls[path] = AttentionCall(
                 name=name, path=path, attention=layer, query=q, key=k, shift=options["shift"],

@@ -1,4 +1,4 @@
-"""Whether heads do the same: distances and similarities between the attention matrices of one layer."""
+"""Redundancy of heads: distances and similarities between the attention matrices of one layer."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from mgk.analysis.record import NUM_QUERIES, AttentionRecord
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeadRedundancy:
-    """How alike the heads of one layer are."""
+    """Distances and similarities between the heads of one layer."""
 
     layer: str
     """Its name in the record."""
     distance: Tensor
-    """``[H, H]``: mean over queries and samples of ``1/2 sum_j |a_ij - b_ij|``, the share of the attention that two
-    heads put elsewhere: 0 for heads that agree, 1 for heads that never look at the same key."""
+    """``[H, H]``: total variation distance ``1/2 sum_j |a_ij - b_ij|``, averaged over queries and samples. It is 0 for
+    heads that agree and 1 for heads that never attend to the same key."""
     similarity: Tensor
-    """``[H, H]``: linear CKA of the two matrices, mean over samples: 1 for heads that tell queries apart in the same
-    way, near 0 for unrelated ones. NaN where a head attends alike for every query and so tells none apart."""
+    """``[H, H]``: linear CKA of the two matrices, averaged over samples. It is 1 for heads that distinguish queries in
+    the same way and near 0 for unrelated ones; NaN if a head attends in the same way for every query."""
     num_queries: int
-    """Rows of each matrix that were compared, at most."""
+    """Most rows of a matrix that were compared."""
 
     @property
     def mean_distance(self) -> float:
-        """Over all pairs of different heads; NaN where there is one head."""
+        """Mean over all pairs of different heads; NaN if there is only one head."""
         return _mean_of_pairs(self.distance)
 
     @property
     def mean_similarity(self) -> float:
-        """Over all pairs of different heads; NaN where there is one head."""
+        """Mean over all pairs of different heads; NaN if there is only one head."""
         return _mean_of_pairs(self.similarity)
 
 
 def total_variation(one: Tensor, other: Tensor) -> float:
-    """``mean_i 1/2 sum_j |one_ij - other_ij|`` of two attention matrices."""
+    """Total variation distance of two attention matrices, ``mean_i 1/2 sum_j |one_ij - other_ij|``."""
     return float(0.5 * (one - other).abs().sum(dim=-1).mean())
 
 
 def centred_gram(matrix: Tensor) -> Tensor:
-    """``X X^T`` of the matrix with the mean of its rows taken away, ``[rows, rows]``; 0 where all rows are the same."""
+    """``X X^T``, ``[rows, rows]``, of the matrix minus the mean of its rows; 0 if all rows are the same."""
     centred = matrix - matrix.mean(dim=0, keepdim=True)
     if centred.norm() <= len(matrix) * torch.finfo(matrix.dtype).eps * matrix.norm():
-        # What is left is the rounding of the mean, in which any two matrices are alike.
+        # The remainder is the rounding error of the mean, which is similar for any two matrices.
         centred = torch.zeros_like(centred)
     return centred @ centred.T
 
@@ -57,7 +57,7 @@ def linear_cka(one: Tensor, other: Tensor) -> float:
 
         <K, L> / (|K| |L|)        K = X X^T, L = Y Y^T, columns of X and Y centred
 
-    It does not change where columns are rotated or all are scaled. NaN where one of them is constant over the rows.
+    It is invariant to rotating the columns and to scaling. It is NaN if one representation is constant over the rows.
     """
     scale = one.norm() * other.norm()
     return float((one * other).sum() / scale) if float(scale) > 0 else float("nan")
@@ -66,12 +66,12 @@ def linear_cka(one: Tensor, other: Tensor) -> float:
 def head_redundancy(record: AttentionRecord, *, num_queries: int | None = NUM_QUERIES) -> list[HeadRedundancy]:
     """Compare all pairs of heads of each layer.
 
-    CKA costs the square of the queries times the keys: of more than ``num_queries`` queries it takes so many, evenly
-    spaced. The matrices are computed in fp64 and compared in it.
+    The cost of CKA grows with the square of the number of queries, so if there are more than ``num_queries``, that many
+    evenly spaced ones are compared. The matrices are computed and compared in fp64.
 
     Args:
-        record: of a model and a batch.
-        num_queries: rows to compare at most; ``None``: all.
+        record: record of a model on a batch.
+        num_queries: most rows to compare; ``None`` is all.
     """
     found = []
     for call in record.calls:

@@ -1,4 +1,4 @@
-"""Which component answers: the posterior of each component, token by token."""
+"""Responsibilities: the posterior of each component, token by token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from mgk.analysis.component_shares import double_keys, shares_of_head
 from mgk.analysis.record import NUM_QUERIES, AttentionCall, AttentionRecord
 
-# Pairs whose posteriors are held at a time.
+# Largest number of posteriors in memory at a time.
 BLOCK_ELEMENTS = 2**22
 
 
@@ -21,34 +21,34 @@ class TokenResponsibilities:
     layer: str
     """Its name in the record."""
     queries: Tensor
-    """``[n]``: the positions of the queries that were looked at."""
+    """``[n]``: positions of the analysed queries."""
     keys: Tensor
-    """``[Nk]``: the positions of the keys, all that are not padding."""
+    """``[Nk]``: positions of all keys that are not padding."""
     of_queries: Tensor
-    """``[H, n, M]``: ``sum_j weight_ij p(r | i, j)``, how much of what query i receives comes through component r. Sums
-    to 1 over components; 0 for a query that sees no key."""
+    """``[H, n, M]``: ``sum_j weight_ij p(r | i, j)``, the share of component r in the output of query i. Sums to 1 over
+    components; 0 for a query that sees no key."""
     of_keys: Tensor
-    """``[H, Nk, M]``: mean over the queries that see key j of ``p(r | i, j)``: the paper's ``N_jr / N``. Sums to 1 over
+    """``[H, Nk, M]``: mean of ``p(r | i, j)`` over the queries that see key j, the paper's ``N_jr / N``. Sums to 1 over
     components; 0 for a key that no query sees."""
     mean: Tensor
-    """``[H, M]``: mean of ``p(r | i, j)`` over all visible pairs, which is what EM would make the prior."""
+    """``[H, M]``: mean of ``p(r | i, j)`` over all visible pairs, to which EM would set the prior."""
 
 
 def token_responsibilities(
     record: AttentionRecord, *, sample: int = 0, num_queries: int | None = NUM_QUERIES
 ) -> list[TokenResponsibilities]:
-    """The posterior of each component given a pair of tokens, summed up for each token.
+    """Compute the posterior of each component given a pair of tokens, summed up for each token.
 
     ::
 
         p(r | i, j) = prior_r exp(similarity(q_i, k_jr)) / sum_s prior_s exp(similarity(q_i, k_js))
 
-    With ``assignment="hard"`` the best component has it all; components that tie share it.
+    With ``assignment="hard"`` the posterior of the best component is 1; components that tie share it.
 
     Args:
-        record: of a model and a batch, with at least two components to a key.
-        sample: which of the batch.
-        num_queries: queries to look at, evenly spaced; ``None``: all.
+        record: record of a model on a batch, with at least two components per key.
+        sample: index of the sample in the batch.
+        num_queries: number of evenly spaced queries to analyse; ``None`` is all.
     """
     if not 0 <= sample < record.num_samples:
         raise ValueError(f"sample must lie in [0, {record.num_samples}), got {sample}")

@@ -1,4 +1,4 @@
-"""The models of ours that lie in folders."""
+"""Loading models of the library from folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODEL_CONFIG = "config.json"
 
 
 def load_model(folder: Path) -> PreTrainedModel:
-    """The model in a folder, for evaluation on the CPU, if it is one of ours."""
+    """Load the model in a folder for evaluation on the CPU. Raises an error if it is not a model of this library."""
     content = read_model_config(folder)
     kind = content.get("model_type")
     if kind != mgk.models.MGKConfig.model_type:
@@ -34,10 +34,10 @@ def load_model(folder: Path) -> PreTrainedModel:
         with _quiet():
             model, info = model_class.from_pretrained(folder, output_loading_info=True)
     except (RuntimeError, SafetensorError) as error:
-        # Of other shapes, or no safetensors at all: what is said about it is long.
+        # The shapes differ, or there are no safetensors; only the first line of the long message is shown.
         said = str(error).strip().splitlines()[0]
         raise ValueError(f"{folder} must hold weights that fit its configuration, got {said}") from error
-    # transformers would start what is missing at random, and go on.
+    # transformers would initialise missing weights at random and continue.
     if missing := info["missing_keys"]:
         raise ValueError(f"{folder} must hold all weights of {names[0]}, got no {min(missing)}")
     if unexpected := info["unexpected_keys"]:
@@ -47,7 +47,7 @@ def load_model(folder: Path) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' bar and its report of the weights."""
+    """Context without transformers' progress bar and report of weights."""
     had_bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -60,5 +60,5 @@ def _quiet() -> Iterator[None]:
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """What the configuration of a saved model says, whoever made it."""
+    """Read the configuration of a saved model, which may be of any library."""
     return read_object(folder / MODEL_CONFIG, "the JSON of a model")

@@ -1,4 +1,4 @@
-"""Theorem 1 as a picture: a skewed density, fitted by mixtures of K Gaussians."""
+"""An illustration of theorem 1: a skewed density, fitted by mixtures of K Gaussians."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array = NDArray[np.float64]
 Density = Callable[[Array], Array]
 
 COMPONENTS = (1, 2, 3, 4, 6, 8, 12)
-# What a component that no point wants keeps of them, so that it can be divided by.
+# Lowest weight of a component without points, so that it can be a divisor.
 TINY = 1e-300
 
 
@@ -28,38 +28,38 @@ class GaussianMixture:
     variance: Array
     """``[K]``."""
     log_likelihood: Sequence[float]
-    """Mean ``log p_K(x)`` under the density that was fitted, before the first step of EM and after each one."""
+    """Mean of ``log p_K(x)`` under the fitted density, before the first step of EM and after each step."""
 
     def density(self, x: Array) -> Array:
-        """``p_K(x)``, of the shape of ``x``."""
+        """Compute ``p_K(x)``, in the shape of ``x``."""
         logits = _log_components(x.ravel(), self.prior, self.mean, self.variance)
         return np.exp(_log_sum_exp(logits)).reshape(x.shape)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Approximation:
-    """How well mixtures of Gaussians come near one density."""
+    """The approximations of one density by mixtures of Gaussians."""
 
     grid: Array
-    """``[G]``: where densities are compared, wider than the support."""
+    """``[G]``: points at which densities are compared, beyond the support as well."""
     target: Array
     """``[G]``: the density itself."""
     components: Sequence[int]
-    """The numbers K that were fitted."""
+    """The fitted numbers of components K."""
     fixed_deviation: float
-    """The standard deviation of every Gaussian in ``fixed``."""
+    """Standard deviation of every Gaussian in ``fixed``."""
     fixed: Sequence[GaussianMixture]
-    """One for each K: priors and means fitted, the variance given, as the theorem has it."""
+    """A mixture for each K with a given variance and fitted priors and means, as in the theorem."""
     free: Sequence[GaussianMixture]
-    """One for each K: variances fitted as well."""
+    """A mixture for each K with fitted variances as well."""
 
     def largest_error(self, mixtures: Sequence[GaussianMixture]) -> list[float]:
-        """``max_x |p(x) - p_K(x)|`` over the grid for each mixture: the theorem's epsilon."""
+        """Return the theorem's epsilon of each mixture, ``max_x |p(x) - p_K(x)|`` over the grid."""
         return [float(np.abs(self.target - mixture.density(self.grid)).max()) for mixture in mixtures]
 
 
 def skewed_density(x: Array) -> Array:
-    """Beta(3, 9), stretched over [-1, 1]: bounded, differentiable everywhere, skewed to the right."""
+    """The density of Beta(3, 9) stretched over [-1, 1]: bounded, differentiable everywhere, skewed to the right."""
     alpha, beta = 3.0, 9.0
     unit = ((x + 1) / 2).clip(0.0, 1.0)
     constant = math.lgamma(alpha + beta) - math.lgamma(alpha) - math.lgamma(beta)
@@ -75,18 +75,18 @@ def fit_mixture(
     steps: int = 1000,
     tolerance: float = 1e-10,
 ) -> GaussianMixture:
-    """Fit a mixture of Gaussians by EM, to weighted points: a density on a grid, or data with equal weights.
+    """Fit a mixture of Gaussians by EM to weighted points: a density on a grid, or data with equal weights.
 
-    It starts from the quantiles of the points, so nothing is random. With points that are the cells of a grid and their
-    probabilities this is EM on the density itself, without the noise of samples.
+    EM starts from the quantiles of the points, so the fit is deterministic. With the cells of a grid and their
+    probabilities it is EM on the density itself, without sampling noise.
 
     Args:
-        x: ``[n]``.
-        weight: ``[n]``, not negative.
+        x: points ``[n]``.
+        weight: weights ``[n]``, not negative.
         num_components: K.
-        variance: of every component; ``None``: fitted, each its own.
-        steps: of EM at most.
-        tolerance: stop where a step gains less.
+        variance: variance of every component; ``None`` fits each.
+        steps: most steps of EM.
+        tolerance: gain in log-likelihood below which EM stops.
     """
     if x.ndim != 1 or x.shape != weight.shape or len(x) == 0:
         raise ValueError(f"x and weight must be [n] with n > 0, got {list(x.shape)} and {list(weight.shape)}")
@@ -101,7 +101,7 @@ def fit_mixture(
     quantile = (np.arange(num_components) + 0.5) / num_components
     mean = np.sort(x)[np.searchsorted(weight[x.argsort()].cumsum(), quantile).clip(max=len(x) - 1)]
     whole = float((weight * np.square(x - (weight * x).sum())).sum())
-    # No component may shrink onto a single point of the grid.
+    # The variance is bounded below, so that no component shrinks onto a single point of the grid.
     smallest = float(np.median(np.diff(np.sort(x)))) ** 2 if len(x) > 1 else 1.0
     prior = np.full(num_components, 1.0 / num_components)
     spread = np.full(num_components, max(whole / num_components**2, smallest) if variance is None else variance)
@@ -132,20 +132,20 @@ def approximate(
     points: int = 400,
     steps: int = 1000,
 ) -> Approximation:
-    """Fit a density by K Gaussians, for several K: once with a given variance, once with variances of their own.
+    """Fit a density by K Gaussians for several K, once with a given variance and once with free variances.
 
-    Theorem 1 promises any accuracy for any given variance. That cannot be: a mixture of Gaussians of one variance is a
-    convolution with that Gaussian, and no sum of them is sharper than it. With a fixed variance the error therefore
-    falls until it meets what the convolution cannot show; with free variances (or a variance that shrinks as K grows)
-    it goes on falling. Both are here to be seen.
+    Theorem 1 promises any accuracy for any given variance. That is impossible: a mixture of Gaussians of one variance
+    is a convolution with that Gaussian, so it cannot be sharper. With a fixed variance the error therefore falls until
+    it reaches what the convolution cannot represent; with free variances (or a variance that shrinks as K grows) it
+    keeps falling. The result shows both.
 
     Args:
-        density: of a number, vectorised; its integral over the support is taken for 1.
+        density: vectorised density; its integral over the support is assumed to be 1.
         components: the numbers K.
         deviation: the fixed standard deviation.
-        support: where the density lives.
-        points: of the grid, within the support.
-        steps: of EM at most, for each fit.
+        support: support of the density.
+        points: number of grid points within the support.
+        steps: most steps of EM for each fit.
     """
     low, high = support
     if not low < high:
@@ -173,6 +173,6 @@ def _log_components(x: Array, prior: Array, mean: Array, variance: Array) -> Arr
 
 
 def _log_sum_exp(logits: Array) -> Array:
-    """Over the last axis."""
+    """Log-sum-exp over the last axis."""
     largest = logits.max(axis=-1)
     return np.asarray(largest + np.log(np.exp(logits - largest[..., None]).sum(axis=-1)))

@@ -1,1 +1,1 @@
-"""Speed and memory, always next to the peer in the same run, and no number for a result that is wrong."""
+"""Benchmarks of speed and memory, always next to a peer in the same run, and without numbers for wrong results."""

@@ -1,4 +1,4 @@
-"""One shape of attention: softmax with all the heads, stock kernels and our own, and presets with half of them."""
+"""Benchmark of one attention shape: softmax with all heads, on stock kernels and ours, and presets with half."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ Entered = TypeVar("Entered")
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What came of a shape, as records of the JSON."""
+    """The results for one shape, as records of the JSON."""
 
     baselines: list[Record] = field(default_factory=list)
-    """Softmax with all the heads, one for each stock kernel and one for our own."""
+    """Records of softmax with all heads, for each stock kernel and our own."""
     rows: list[Record] = field(default_factory=list)
-    """One for each preset through each backend, beside the fastest baselines."""
+    """Records of each preset on each backend, with ratios to the fastest baselines."""
     failures: list[Record] = field(default_factory=list)
-    """Those whose result is wrong: they have no times."""
+    """Records of contestants with a wrong result, without times."""
     skipped: list[Record] = field(default_factory=list)
-    """Those that could not be tried, and why."""
+    """Records of contestants that could not run, with reasons."""
 
 
 def compare(
@@ -44,15 +44,15 @@ def compare(
     clock: Clock | None = None,
     report: Report = no_report,
 ) -> Comparison:
-    """Check every contestant, then time those that are right, in turn.
+    """Check every contestant, then time the correct ones in turn.
 
     Args:
-        shape: what the baselines are given; the others get half its heads.
-        contestants: with baselines among them, or there is nothing to compare with.
-        judge: says who is right, on which device and in which dtype.
-        effort: how long it may take.
-        clock: how times are taken; ``None``: as the device needs it.
-        report: told how far it is.
+        shape: shape of the baselines; the others get half its heads.
+        contestants: contestants, with baselines among them.
+        judge: checks results, on its device and in its dtype.
+        effort: time that the measurement may take.
+        clock: how times are taken; ``None`` is the usual clock of the device.
+        report: called with the progress.
     """
     found = Comparison()
     steps = len(contestants) + effort.rounds
@@ -66,7 +66,7 @@ def compare(
     light = [entry for entry in entries if not entry.is_heavy]
     for group in (light, *([entry] for entry in entries if entry.is_heavy)):
         if judge.device.type == "cuda":
-            # What another group keeps of the memory must not be in the way.
+            # Memory that the allocator keeps from another group must not be in the way.
             torch.cuda.empty_cache()
         timings |= take_turns(
             [candidate for entry in group for candidate in entry.candidates], clock, effort,
@@ -86,14 +86,14 @@ def enter_each(
     draw_inputs: Callable[[str, Shape, int, Judge], Inputs],
     enter_one: Callable[[Contestant, Inputs], Entered],
 ) -> list[Entered]:
-    """What ``enter_one`` makes of each contestant; those that are wrong or left out are noted in ``found``."""
+    """Return the results of ``enter_one`` for all contestants, and note wrong and left-out ones in ``found``."""
     drawn: dict[tuple[str, int], Inputs] = {}
     entered = []
     for number, contestant in enumerate(contestants):
         report(number, f"checking {contestant.name}")
         heads = shape.heads if contestant.is_baseline else shape.mixture_heads
         try:
-            # All backends of a preset see the same numbers.
+            # All backends of a preset get the same inputs.
             if (contestant.preset, heads) not in drawn:
                 drawn[contestant.preset, heads] = draw_inputs(contestant.preset, shape, heads, judge)
             entered.append(enter_one(contestant, drawn[contestant.preset, heads]))
@@ -106,7 +106,7 @@ def enter_each(
 
 
 def draw_at(preset: str, shape: Shape, heads: int, judge: Judge) -> Inputs:
-    """Inputs of a shape, but with so many heads."""
+    """Draw inputs of a shape with this number of heads."""
     return draw(
         preset, batch=shape.batch, heads=heads, tokens=shape.tokens, head_dim=shape.head_dim,
         is_causal=shape.is_causal, dtype=judge.dtype, device=judge.device,
@@ -114,7 +114,7 @@ def draw_at(preset: str, shape: Shape, heads: int, judge: Judge) -> Inputs:
 
 
 def need_baseline(found: Comparison, entered: Sequence[Contestant], shape: Shape) -> None:
-    """Without a stock kernel there is nothing to compare with."""
+    """Raise an error if no stock kernel can run, because then there is nothing to compare with."""
     if not any(contestant.is_stock for contestant in entered):
         reasons = "; ".join(each["reason"] for each in [*found.failures, *found.skipped])
         raise RuntimeError(f"a stock kernel must run at {shape}, got none: {reasons}")
@@ -123,7 +123,7 @@ def need_baseline(found: Comparison, entered: Sequence[Contestant], shape: Shape
 def _add_records(
     found: Comparison, entries: list[Entry], timings: dict[str, Timing], shape: Shape, judge: Judge
 ) -> None:
-    """Ratios are those to the fastest stock kernel of each direction, and to the fastest of all."""
+    """Add records with ratios to the fastest stock kernel of each direction, and to the fastest softmax of all."""
     records = [{**facts_of(entry.contestant, shape, judge), **_costs(entry, timings)} for entry in entries]
     both = list(zip(entries, records, strict=True))
     found.baselines.extend(record for entry, record in both if entry.contestant.is_baseline)
@@ -158,7 +158,7 @@ def _over(time: float | None, other: float | None) -> float | None:
 
 
 def facts_of(contestant: Contestant, shape: Shape, judge: Judge) -> Record:
-    """Who was measured, where and at which shape."""
+    """Return the facts of a record: contestant, device and shape."""
     who: Record = {"backend": contestant.backend, "heads": shape.heads}
     if not contestant.is_baseline:
         who |= {"heads": shape.mixture_heads, "baseline_heads": shape.heads}

@@ -1,4 +1,4 @@
-"""Records of a result as cells of a table, for whoever draws it."""
+"""Formatting of records as cells of a table."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from mgk.benchmark.attention import TIMES
 from mgk.benchmark.yardstick import Record, fastest, show_way, summary
 
 LAYOUTS = {"packed": "packed", "longest": "padded to the longest", "published": "padded to 4,096"}
-"""How reviews of a batch may lie."""
+"""Layouts of a batch of reviews."""
 
-# Times are in milliseconds. Everywhere, x is the time of softmax with all the heads as the fastest of all computes it,
-# our own kernel included, over the row's; x stock is that of the fastest stock kernel.
+# Times are in milliseconds. x is the time of the fastest softmax with all heads, including our own kernel, divided by
+# the row's; x stock is that of the fastest stock kernel, divided by the row's.
 ATTENTION = (
     "preset", "through", "heads", "forward", "x", "x stock", "training", "x", "x stock", "over a softmax head",
     "peak memory",
 )  # fmt: skip
-"""The headers of one shape."""
+"""Headers for one shape of attention."""
 RETRIEVAL = (
     "model", "through", "dropout", "training", "x", "x stock", "evaluation", "x", "x stock", "over no dropout",
     "peak memory",
 )  # fmt: skip
-"""The headers of end to end."""
+"""Headers for models end to end."""
 LINEAR = (
     "preset", "through", "heads", "forward", "x linear", "training", "x linear", "x", "x stock", "peak memory"
 )  # fmt: skip
-"""The headers of linear attention. *x linear* is linear attention with all the heads over the row; *x* and *x stock*
-are forward / training."""
+"""Headers for linear attention. *x linear* is the time of linear attention with all heads divided by the row's; *x* and
+*x stock* are forward / training."""
 DECODE = ("preset", "through", "heads", "step", "x", "x stock", "over reading", "cache", "x cache")
-"""The headers of a step of generation. *Over reading* is the time over that of reading the cache once."""
+"""Headers for a step of generation. *Over reading* is the time divided by that of reading the cache once."""
 GENERATION = ("model", "through", "tokens/s", "x", "x stock", "step", "x step", "prompt", "cache", "x cache")
-"""The headers of generation end to end. x is of tokens per second."""
+"""Headers for generation end to end. x is a ratio of tokens per second."""
 PACKED = ("model", "reviews", "through", "tokens", "training", "x", "x stock", "x padded", "loss", "peak memory")
-"""The headers of a step on reviews. *x padded* is the time of the same model padded to 4,096 over the row's."""
+"""Headers for a step on reviews. *x padded* is the time of the same model padded to 4,096, divided by the row's."""
 
 ROWS = ("row", "tokens/s", "x", "update", "tokens", "peak memory", "cache a token", "recorded", "noise")
 """The headers of how fast rows of a recipe train. x is of tokens per second, over the first row."""
 
 
 def attention_cells(softmax: Sequence[Record], rows: Iterable[Record]) -> list[list[str]]:
-    """Softmax with all the heads, its fastest, and presets at one shape, under :data:`ATTENTION`."""
+    """Rows of :data:`ATTENTION` for one shape: softmax with all heads, its fastest, and presets."""
     found = []
     best = summary(softmax, TIMES)
     for record in (*softmax, *([] if best is None else [best]), *rows):
@@ -63,7 +63,7 @@ def attention_cells(softmax: Sequence[Record], rows: Iterable[Record]) -> list[l
 
 
 def retrieval_cells(softmax: Sequence[Record], rows: Iterable[Record]) -> list[list[str]]:
-    """Models end to end, under :data:`RETRIEVAL`, each after the softmax that it is compared with."""
+    """Rows of :data:`RETRIEVAL` for models end to end, each after the softmax that it is compared with."""
     records = list(rows)
     ordered = []
     for dropout in dict.fromkeys(record["attention_dropout"] for record in (*softmax, *records)):
@@ -90,7 +90,7 @@ def retrieval_cells(softmax: Sequence[Record], rows: Iterable[Record]) -> list[l
 
 
 def linear_cells(records: Iterable[Record]) -> list[list[str]]:
-    """Linear attention at one shape, under :data:`LINEAR`."""
+    """Rows of :data:`LINEAR` for one shape."""
     found = []
     records = list(records)
     softmax = [record for record in records if record["preset"] == "softmax"]
@@ -119,14 +119,14 @@ def linear_cells(records: Iterable[Record]) -> list[list[str]]:
 
 
 def show_crossover(record: Record) -> str:
-    """From which length on linear attention is faster than softmax."""
+    """Format the length from which linear attention is faster than softmax."""
     kind = "causal" if record["causal"] else "full"
     where = "at no length" if record["tokens"] is None else f"from {record['tokens']:,} tokens on"
     return f"{record['preset']}, {kind}, {record['direction']}: faster than softmax {where}"
 
 
 def decode_cells(records: Iterable[Record]) -> list[list[str]]:
-    """Softmax with all the heads, its fastest, and presets at one context, under :data:`DECODE`."""
+    """Rows of :data:`DECODE` for one context: softmax with all heads, its fastest, and presets."""
     records = list(records)
     softmax = [record for record in records if "baseline_heads" not in record]
     best = summary(softmax, {"forward": "forward_ms"})
@@ -148,8 +148,10 @@ def decode_cells(records: Iterable[Record]) -> list[list[str]]:
 
 
 def generation_cells(records: Iterable[Record]) -> list[list[str]]:
-    """Models that write, under :data:`GENERATION`. Softmax writes through the stock kernels and through our own, and
-    the ratios of the rows are those to the faster one."""
+    """Rows of :data:`GENERATION` for models that generate.
+
+    Softmax runs on the stock kernels and on our own, and the ratios are those to the faster one.
+    """
     records = list(records)
     softmax = [record for record in records if "kernel" in record]
     stock = fastest([record for record in softmax if record["kernel"] == "sdpa"], "forward_ms")
@@ -174,7 +176,7 @@ def generation_cells(records: Iterable[Record]) -> list[list[str]]:
 
 
 def packed_cells(records: Iterable[Record]) -> list[list[str]]:
-    """Models that read, under :data:`PACKED`: softmax, its fastest, and the others."""
+    """Rows of :data:`PACKED`: softmax, its fastest, and the other models."""
     records = list(records)
     softmax = [record for record in records if record.get("is_softmax")]
     rows = [record for record in records if not record.get("is_softmax")]
@@ -217,20 +219,20 @@ def row_cells(records: Iterable[Record]) -> list[list[str]]:
 
 
 def show_shape(record: Record) -> str:
-    """The shape of a record of attention."""
+    """Format the shape of a record of attention."""
     heads = record.get("baseline_heads", record["heads"])
     kind = "causal" if record["causal"] else "full"
     return f"{kind}, batch {record['batch']}, {heads} heads, {record['tokens']:,} tokens, head_dim {record['head_dim']}"
 
 
 def show_context(record: Record) -> str:
-    """The shape of a record of a step."""
+    """Format the shape of a record of a step."""
     heads, tokens = record.get("baseline_heads", record["heads"]), record["tokens"]
     return f"batch {record['batch']}, {heads} heads, {tokens:,} tokens in the cache, head_dim {record['head_dim']}"
 
 
 def show_writing(record: Record) -> str:
-    """The setting of a record of generation."""
+    """Format the setting of a record of generation."""
     return (
         f"batch {record['batch']}, prompts of {record['prompt']:,} tokens, {record['new_tokens']:,} new ones, "
         f"{record['layers']} layers, hidden_size {record['hidden_size']:,}, head_dim {record['head_dim']}"
@@ -238,18 +240,18 @@ def show_writing(record: Record) -> str:
 
 
 def show_no_training(record: Record) -> str:
-    """Why a row can only go forward."""
+    """Format the reason why a row has only a forward time."""
     return f"{record['preset']} through {show_way(record)}: {record['no_training']}"
 
 
 def show_time(record: Record, direction: str) -> str:
-    """Milliseconds, with a star where it is the host that decides."""
+    """Format milliseconds, with a star if the host limits the time."""
     host, device = record[f"{direction}_host_ms"], record[f"{direction}_device_ms"]
     return show_ms(record[f"{direction}_ms"]) + ("*" if host is not None and host > device else "")
 
 
 def show_ms(value: float | None) -> str:
-    """Three digits."""
+    """Format milliseconds with three digits."""
     if value is None:
         return ""
     return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"

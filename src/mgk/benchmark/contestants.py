@@ -1,4 +1,4 @@
-"""Who takes part: softmax through every stock kernel and our own, presets through every backend, FlexAttention."""
+"""The contestants: softmax on every stock kernel and our own, presets on every backend, FlexAttention."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-"""The kernels of ``F.scaled_dot_product_attention``."""
+"""Kernels of ``F.scaled_dot_product_attention``."""
 
 EAGER = "eager"
-"""The backend that is none: the formula of the paper's code."""
+"""Name of the formula of the paper's code, which is no backend of the library."""
 FLEX = "flex"
-"""FlexAttention, which is none of ours either."""
+"""Name of FlexAttention, which is no backend of the library either."""
 OWN_KERNELS = {"cuda": "triton", "cpu": "chunked"}
-"""By the type of the device, the backend of ours that computes softmax without a stock kernel."""
+"""Our backend that computes softmax without a stock kernel, by the type of the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +37,16 @@ class Contestant:
 
     preset: str
     backend: str
-    """Of :func:`mgk.mixture_attention`, or ``eager``, or ``flex``; of a stock kernel its name."""
+    """Backend of :func:`mgk.mixture_attention`, ``eager``, ``flex``, or the name of a stock kernel."""
     attention: Callable[[Inputs], Tensor]
-    """``[B, H, N, D]``"""
+    """Function from the inputs to the output ``[B, H, N, D]``."""
     context: Callable[[], AbstractContextManager[object]] = nullcontext
-    """What has to surround a call."""
+    """Context of every call."""
     is_baseline: bool = False
-    """Whether it has all the heads, and is what the others are compared with."""
+    """Whether it has all heads and the others are compared with it."""
 
     may_lack_training: bool = False
-    """Whether it takes part even if it can only go forward, as others' software may."""
+    """Whether it takes part even without a backward pass, as other libraries may."""
 
     @property
     def is_stock(self) -> bool:
@@ -61,12 +61,12 @@ class Contestant:
         return f"{self.preset}{heads} through {self.backend}"
 
     def expected_bytes(self, inputs: Inputs) -> int:
-        """What it needs if that grows with the number of pairs, else 0."""
+        """Memory in bytes that it needs if that grows with the number of pairs, else 0."""
         return eager.peak_bytes(inputs) if self.backend in (EAGER, "math") else 0
 
 
 def baselines(device: torch.device, names: Sequence[str] = tuple(KERNELS)) -> list[Contestant]:
-    """Softmax attention through each stock kernel that the device may have, of those named."""
+    """Softmax attention on each of the named stock kernels that the device may have."""
     names = [name for name in names if device.type == "cuda" or name in ("flash", "math")]
     return [
         Contestant(
@@ -78,13 +78,13 @@ def baselines(device: torch.device, names: Sequence[str] = tuple(KERNELS)) -> li
 
 
 def own_softmax(device: torch.device) -> Contestant:
-    """Softmax attention with all the heads through our own kernel: with the stock ones it makes the fastest of all."""
+    """Softmax attention with all heads on our own kernel, which competes with the stock ones for the fastest of all."""
     backend = OWN_KERNELS[device.type]
     return Contestant(preset="softmax", backend=backend, attention=_through(backend), is_baseline=True)
 
 
 def mixtures(presets: Sequence[str], backends: Sequence[str]) -> list[Contestant]:
-    """Each preset through each backend; through FlexAttention those that it is written for."""
+    """Each preset on each backend, and on FlexAttention those that are written for it."""
     return [
         _mixture(preset, backend)
         for preset in presets
@@ -101,7 +101,7 @@ def _mixture(preset: str, backend: str) -> Contestant:
 
 
 def linears(presets: Sequence[str], backend: str) -> list[Contestant]:
-    """Linear attention with all the heads, which mixtures of linear keys replace, and the presets."""
+    """Linear attention with all heads, and the presets that replace it."""
     plain = Contestant(preset="linear", backend=backend, attention=_through(backend), is_baseline=True)
     return [plain, *mixtures(presets, [backend])]
 

@@ -1,4 +1,4 @@
-"""Whether a contestant computes the right thing: against fp64, before anybody takes its time."""
+"""Correctness checks of contestants against fp64, before they are timed."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ OUTPUT_CAP = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 PARAMETER_CAP = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-2}
 HARD_CAP = 2e-2
 GRADIENT_FACTOR = 2.5
-"""What the gradients of query, key and value may be off by, over what the output may."""
+"""Largest error of the gradients of query, key and value, as a multiple of that of the output."""
 
-# Of the call whose gradients are compared whole: a length that is a multiple of nothing, and so many heads that the
-# gradient of a prior, which may cancel in one of them, has a scale.
+# Shape at which whole gradients are compared: a length that is no multiple of a block size, and enough heads to give
+# the gradient of a prior, which may cancel in one of them, a scale.
 SMALL = {"batch": 2, "heads": 8, "tokens": 299}
 
-# A gradient whose RMS is below this is zero, written by fp64 as well as it can.
+# A gradient whose RMS is below this counts as zero, because it is a rounding error of fp64.
 ZERO = 1e-10
 
 
 class WrongResultError(Exception):
-    """A contestant that is not to be timed, and why."""
+    """The result of a contestant is wrong, so it is not timed."""
 
     def __init__(self, reason: str, errors: dict[str, float]) -> None:
         super().__init__(reason)
@@ -39,8 +39,8 @@ class WrongResultError(Exception):
 class Judge:
     """Compares contestants with fp64.
 
-    The output is compared at the shape that will be timed, on some rows; the gradients at a smaller one with the same
-    width, dtype and mask, in full. The latter once for every contestant: lengths of a sweep share it.
+    The output is compared at the timed shape, on some rows. Gradients are compared in full at a smaller shape with the
+    same width, dtype and mask, once for each contestant, also for all lengths of a sweep.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -48,10 +48,10 @@ class Judge:
         self._gradient_errors: dict[tuple[object, ...], dict[str, float]] = {}
 
     def check(self, contestant: Contestant, inputs: Inputs, shape: Shape) -> dict[str, float]:
-        """Relative RMS errors: of the output, and of the gradient of each tensor by its name.
+        """Return the relative RMS errors of the output and of the gradient of each tensor, by name.
 
         Raises:
-            WrongResultError: if one of them is too large, or not a number.
+            WrongResultError: if one of them is too large or NaN.
         """
         errors = {"output": self.check_output(contestant, inputs)}
         key = (contestant.preset, contestant.backend, contestant.is_baseline, shape.head_dim, shape.is_causal)
@@ -62,7 +62,7 @@ class Judge:
         return errors
 
     def check_output(self, contestant: Contestant, inputs: Inputs) -> float:
-        """The relative RMS error of the output alone; too large a one raises as in :meth:`check`."""
+        """Return the relative RMS error of the output alone; raises like :meth:`check`."""
         error = self._output_error(contestant, inputs)
         self._compare({"output": error}, inputs.assignment)
         return error
@@ -94,7 +94,7 @@ class Judge:
     def _compare(self, errors: dict[str, float], assignment: str) -> None:
         for name, error in errors.items():
             cap = self._cap(name, assignment)
-            # Written so that NaN is too large.
+            # The negated comparison is also true for NaN.
             if not error <= cap:
                 what = "output" if name == "output" else f"gradient of {name}"
                 raise WrongResultError(f"the error of the {what} must be at most {cap:g}, got {error:.2g}", errors)
@@ -108,7 +108,7 @@ class Judge:
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """Root mean square of the difference over that of ``expected``, or alone where ``expected`` is zero."""
+    """RMS of the difference divided by that of ``expected``, or not divided if ``expected`` is zero."""
     scale = float(expected.double().square().mean().sqrt())
     error = float((got.double() - expected).square().mean().sqrt())
     return error / scale if scale > ZERO else error
@@ -120,7 +120,7 @@ def _gradients_of(out: Tensor, inputs: Inputs, grad: Tensor) -> dict[str, Tensor
 
 
 def _some_rows(query: Tensor) -> list[tuple[int, int, Tensor]]:
-    """64 rows of ``query [B, H, N, D]``: eight in each of eight heads, the first and the last of all among them."""
+    """Select 64 rows of ``query [B, H, N, D]``: eight in each of eight heads, with the first and the last of all."""
     batch, heads, tokens, _ = query.shape
     found = []
     for turn in range(8):

@@ -1,4 +1,4 @@
-"""A step of generation: one query for each sequence, and a long cache that has to be read."""
+"""Benchmark of a step of generation: one query per sequence, and a long cache to read."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from mgk.benchmark.timing import Candidate, Clock, Effort, Report, Timing, no_re
 from mgk.benchmark.yardstick import Record, fastest, is_stock, ratios_of_all
 
 COPY = "copy"
-"""The name of the candidate that says how fast memory is."""
+"""Name of the candidate that measures the speed of memory."""
 COPIED_BYTES = {"cuda": 2**30, "cpu": 2**26}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A contestant that is right."""
+    """A correct contestant."""
 
     contestant: Contestant
     candidate: Candidate
     error: float
-    """Relative, of the output, against fp64."""
+    """Relative error of the output against fp64."""
     cache_bytes: int
-    """Keys and values."""
+    """Bytes of keys and values."""
     peak_bytes: int | None
-    """Beyond the inputs."""
+    """Peak memory in bytes, without the inputs."""
 
 
 def compare(
@@ -47,15 +47,15 @@ def compare(
     clock: Clock | None = None,
     report: Report = no_report,
 ) -> Comparison:
-    """Check every contestant, then time those that are right, and a copy of memory, in turn.
+    """Check every contestant, then time the correct ones and a copy of memory in turn.
 
     Args:
-        shape: ``tokens`` are those of the cache. What replaces the baselines gets half its heads.
-        contestants: with baselines among them, or there is nothing to compare with.
-        judge: says who is right, on which device and in which dtype.
-        effort: how long it may take.
-        clock: how times are taken; ``None``: as the device needs it.
-        report: told how far it is.
+        shape: shape of the baselines, with ``tokens`` in the cache; the others get half its heads.
+        contestants: contestants, with baselines among them.
+        judge: checks results, on its device and in its dtype.
+        effort: time that the measurement may take.
+        clock: how times are taken; ``None`` is the usual clock of the device.
+        report: called with the progress.
     """
     found = Comparison()
     total = len(contestants) + effort.rounds
@@ -70,7 +70,7 @@ def compare(
         [*(step.candidate for step in steps), copy], clock, effort,
         lambda done, _, text: report(len(contestants) + done, total, text),
     )  # fmt: skip
-    # A copy reads and writes.
+    # A copy reads and writes, so it moves twice its size.
     bytes_per_ms = 2 * copied / timings[COPY].device_ms
     _add_records(found, steps, timings, bytes_per_ms, shape, judge)
     report(total, total, "done")
@@ -78,7 +78,7 @@ def compare(
 
 
 def draw_step(preset: str, shape: Shape, heads: int, judge: Judge) -> Inputs:
-    """One query for each head, and keys as a cache of this library has them: all components of a token together."""
+    """Draw one query per head, and keys in the layout of the library's cache, all components of a token together."""
     inputs = draw(
         preset, batch=shape.batch, heads=heads, tokens=shape.tokens, head_dim=shape.head_dim, is_causal=False,
         dtype=judge.dtype, device=judge.device, queries=1, needs_gradients=False,
@@ -89,7 +89,7 @@ def draw_step(preset: str, shape: Shape, heads: int, judge: Judge) -> Inputs:
 
 
 def cache_bytes(inputs: Inputs) -> int:
-    """Of keys and values."""
+    """Bytes of keys and values."""
     return sum(tensor.numel() * tensor.element_size() for tensor in (inputs.key, inputs.value))
 
 
@@ -104,7 +104,7 @@ def _enter(contestant: Contestant, inputs: Inputs, judge: Judge) -> Step:
     )  # fmt: skip
     with refusals(contestant):
         error = judge.check_output(contestant, inputs)
-        # The first call compiles, the second is the one that counts.
+        # The first call compiles, so the second is measured.
         peak_bytes(candidate, judge.device)
         peak = peak_bytes(candidate, judge.device)
     return Step(
@@ -113,7 +113,7 @@ def _enter(contestant: Contestant, inputs: Inputs, judge: Judge) -> Step:
 
 
 def _copy(device: torch.device) -> tuple[Candidate, int]:
-    """What memory can do: a copy much larger than any cache of the device, and its bytes."""
+    """Return a candidate that copies much more memory than any cache of the device holds, and its bytes."""
     count = COPIED_BYTES[device.type]
     source = torch.zeros(count, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
@@ -128,7 +128,7 @@ def _copy(device: torch.device) -> tuple[Candidate, int]:
 def _add_records(
     found: Comparison, steps: list[Step], timings: dict[str, Timing], bytes_per_ms: float, shape: Shape, judge: Judge
 ) -> None:
-    """Ratios are those to the fastest stock kernel, and to the fastest of all."""
+    """Add records with ratios to the fastest stock kernel, and to the fastest softmax of all."""
     ours: list[Record] = []
     for step in steps:
         timing = timings[step.candidate.name]

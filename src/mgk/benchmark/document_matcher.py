@@ -1,4 +1,4 @@
-"""The Retrieval model, with our attention or with a stock kernel."""
+"""The Retrieval model with our attention or with a stock kernel."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ RECIPE = "lra/retrieval"
 GRADIENT_CAP = {None: 1e-3, torch.bfloat16: 1e-1, torch.float16: 1e-1}
 
 PAIRS_AT_ONCE = 2
-"""So many are materialised at a time."""
+"""Number of pairs that are materialised at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matcher:
-    """Which model."""
+    """The kind of a model."""
 
     attention: str
     """A preset."""
     heads: int
     kernel: str | None = None
-    """A stock kernel in place of the library's attention."""
+    """Stock kernel in place of the library's attention."""
     implementation: str | None = None
-    """What transformers calls the backend of a softmax that is compared with; ``None``: what `auto` picks."""
+    """Transformers' name of the backend of a softmax baseline; ``None`` is the choice of `auto`."""
     drops_out: bool = False
-    """Whether it has the dropout of the recipe, or none."""
+    """Whether it has the dropout of the recipe; otherwise it has none."""
 
     @property
     def name(self) -> str:
@@ -53,11 +53,11 @@ class Matcher:
 
     @property
     def is_baseline(self) -> bool:
-        """Whether it is what the others are compared with."""
+        """Whether the others are compared with it."""
         return self.kernel is not None or self.implementation is not None
 
     def configurations(self) -> tuple[Any, MGKConfig]:
-        """Of the run, and of its model."""
+        """Return the configurations of the run and of its model."""
         none = ["model.dropout=0.0", "model.attention_dropout=0.0", "model.activation_dropout=0.0"]
         changes = [] if self.drops_out else none
         run = recipes.load(RECIPE).config(f"{self.attention}-{self.heads}", changes)
@@ -65,7 +65,7 @@ class Matcher:
 
 
 def random_pairs(pairs: int, tokens: int, device: torch.device) -> dict[str, Tensor]:
-    """A batch of documents of random bytes, ``[B, N]`` each, none of them padded, and labels ``[B]``."""
+    """Return a batch of pairs of random bytes, ``[B, N]`` each, without padding, and labels ``[B]``."""
     generator = torch.Generator().manual_seed(0)
     batch = {
         name: torch.randint(1, 256, (pairs, tokens), generator=generator) for name in ("input_ids", "pair_input_ids")
@@ -75,15 +75,15 @@ def random_pairs(pairs: int, tokens: int, device: torch.device) -> dict[str, Ten
 
 
 class MatcherStep(TrainingStep):
-    """An update of one model on one batch.
+    """A training step of one model on one batch.
 
     Args:
-        matcher: which model.
-        batch: on the device.
-        device: where.
+        matcher: the kind of model.
+        batch: batch on the device.
+        device: device of the model.
 
     Raises:
-        WrongResultError: if loss or gradients are not those of the formula.
+        WrongResultError: if loss or gradients disagree with the formula.
     """
 
     def __init__(self, matcher: Matcher, batch: dict[str, Tensor], device: torch.device) -> None:
@@ -102,7 +102,7 @@ class MatcherStep(TrainingStep):
         self.is_recorded = self.record()
 
     def candidates(self) -> list[Candidate]:
-        """What there is to time. Dropout changes nothing in evaluation, so only models without have that."""
+        """Return what to time. Evaluation is timed only without dropout, which does not affect it."""
         found = [Candidate(name=f"{self.matcher.name}, training", call=self.train)]
         if not self.matcher.drops_out:
             found.append(
@@ -119,7 +119,7 @@ class MatcherStep(TrainingStep):
             yield
 
     def _check(self, config: MGKConfig) -> float | None:
-        """The error of the gradient; ``None`` with dropout, where there is nothing to compare with."""
+        """Return the error of the gradient; ``None`` with dropout, for which there is no reference."""
         loss, gradient = self.loss_and_gradient()
         if not bool(loss.isfinite() & gradient.isfinite().all()):
             raise WrongResultError("loss and gradient must be finite, got others", {})
@@ -133,8 +133,8 @@ class MatcherStep(TrainingStep):
         return error
 
     def _exact_gradient(self, config: MGKConfig) -> Tensor:
-        """That of the same weights in fp32 with attention as the paper writes it, flat."""
-        # A copy, or the model that is timed would be told the same.
+        """Return the flat gradient of the same weights in fp32, with attention written like the paper's equations."""
+        # The configuration is copied, so that the timed model does not change as well.
         model = MGKForSequencePairClassification(copy.deepcopy(config))
         model.set_attn_implementation("eager")
         model.load_state_dict(self.model.state_dict())
@@ -146,7 +146,7 @@ class MatcherStep(TrainingStep):
 
 
 def _attend_with(kernel: SDPBackend, model: MGKForSequencePairClassification) -> None:
-    """Have a softmax model attend through one stock kernel, whatever the library would choose."""
+    """Make a softmax model use one stock kernel instead of the choice of the library."""
     for module in model.modules():
         if isinstance(module, MGKAttention):
             module.attend = _stock_attend(module, kernel)  # type: ignore[method-assign]
@@ -155,7 +155,7 @@ def _attend_with(kernel: SDPBackend, model: MGKForSequencePairClassification) ->
 def _stock_attend(module: MGKAttention, kernel: SDPBackend) -> Callable[..., tuple[Tensor, None]]:
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, None]:
         dropout = module.dropout if module.training else 0.0
-        # Inside, where the compiler sees it: models of several kernels would share what it makes of the first.
+        # The context is inside the compiled function; otherwise models with other kernels would reuse the first graph.
         with sdpa_kernel(kernel):
             out = F.scaled_dot_product_attention(q, k[:, :, 0], v, dropout_p=dropout)
         return module.out_proj(out.transpose(1, 2).flatten(2)), None

@@ -1,7 +1,7 @@
-"""The formula as the authors' code has it: a number in memory for every pair and component, in fp32.
+"""The formula of the authors' code, which materialises every pair and component in fp32.
 
-Distances come from one product of ``D + 2`` columns; exponentials are summed as they are, without a maximum, and
-divided by their sum. That is what the mixtures cost before they had a kernel.
+Distances come from one product with ``D + 2`` columns. Exponentials are summed without subtracting a maximum, and
+divided by their sum. This is what mixtures cost without a fused kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mgk.benchmark.inputs import Inputs
 
 
 def attention(inputs: Inputs) -> Tensor:
-    """``[B, H, N, D]``"""
+    """Attention output, ``[B, H, N, D]``."""
     query, key, value = (tensor.float() for tensor in (inputs.query, inputs.key, inputs.value))
     if inputs.shift is not None:
         components = [key + shift[:, None] for shift in inputs.shift.unbind(1)]
@@ -46,7 +46,7 @@ def attention(inputs: Inputs) -> Tensor:
 
 
 def peak_bytes(inputs: Inputs) -> int:
-    """About what forward and backward need: for every pair and component a logit and its exponential, and the sums."""
+    """Estimate the memory of forward and backward: logits and exponentials of all pairs and components, and sums."""
     batch, heads, tokens, _ = inputs.query.shape
     return 4 * batch * heads * tokens**2 * (2 * inputs.num_components + 3)
 

@@ -1,4 +1,4 @@
-"""A contestant on its inputs: checked, called once, ready to be timed; or the reason why it is left out."""
+"""The entry of a contestant: it is checked, called once and ready to be timed, or left out with a reason."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ from mgk.benchmark.shape import Shape
 from mgk.benchmark.timing import Candidate
 
 HEAVY = 2**30
-"""So many bytes for all pairs make a contestant heavy."""
+"""Bytes for all pairs from which a contestant counts as heavy."""
 
 
 class LeftOut(Exception):
-    """A contestant does not take part, for a reason that is no fault of its result."""
+    """A contestant does not take part, although its result is not wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A contestant that is right."""
+    """A correct contestant."""
 
     contestant: Contestant
     heads: int
     forward: Candidate
-    """Without gradients, as in evaluation."""
+    """Forward pass without gradients, as in evaluation."""
     training: Candidate | None
-    """Forward and backward; ``None`` where it can only go forward."""
+    """Forward and backward pass; ``None`` if it has no backward pass."""
     no_training: str | None = None
-    """Why it cannot do more."""
+    """Reason why it has no backward pass."""
     errors: dict[str, float]
     """See :meth:`mgk.benchmark.correctness.Judge.check`."""
     peak_bytes: int | None
-    """Of forward and backward, beyond the inputs."""
+    """Peak memory of forward and backward in bytes, without the inputs."""
     is_heavy: bool
-    """Whether it takes so much memory that others would wait for theirs if it were timed among them."""
+    """Whether it uses so much memory that timing it among the others would disturb their allocations."""
 
     @property
     def candidates(self) -> list[Candidate]:
-        """What there is to time."""
+        """Return what to time."""
         return [self.forward] if self.training is None else [self.forward, self.training]
 
 
 def enter(contestant: Contestant, inputs: Inputs, shape: Shape, judge: Judge, slowest: float) -> Entry:
-    """Check a contestant, and call it each way, which compiles what there is to compile.
+    """Check a contestant and call it in each direction, so that everything is compiled.
 
     Args:
-        contestant: who.
-        inputs: what will be timed.
-        shape: of the inputs.
-        judge: says whether it is right.
-        slowest: seconds that forward and backward may take.
+        contestant: the contestant.
+        inputs: inputs for timing.
+        shape: shape of the inputs.
+        judge: checks the result.
+        slowest: most seconds that forward and backward may take.
 
     Raises:
-        LeftOut: if it cannot do it, or not within memory and time.
-        WrongResultError: if it does it wrong.
+        LeftOut: if it does not support the call, or exceeds memory or time.
+        WrongResultError: if its result is wrong.
     """
     needed, available = contestant.expected_bytes(inputs), available_bytes(judge.device)
     if needed > available:
@@ -105,7 +105,7 @@ def enter(contestant: Contestant, inputs: Inputs, shape: Shape, judge: Judge, sl
 def _enter_forward(
     contestant: Contestant, inputs: Inputs, judge: Judge, forward: Candidate, slowest: float, no_training: str
 ) -> Entry:
-    """One that cannot be trained, for a reason that is known, but may be right without gradients."""
+    """Enter a contestant that cannot be trained, for a known reason, but may be correct without gradients."""
     with refusals(contestant):
         error = judge.check_output(contestant, inputs)
         peak_bytes(forward, judge.device)
@@ -122,11 +122,11 @@ def _enter_forward(
 
 @contextmanager
 def refusals(contestant: Contestant) -> Iterator[None]:
-    """Turn what a contestant says when it cannot serve a call into a reason to leave it out.
+    """Context that converts the error of a contestant that does not support a call to :class:`LeftOut`.
 
-    A stock kernel refuses with a RuntimeError and explains itself in warnings. A backend of ours refuses with a
-    ValueError; any other error, of the compiler for example, is its fault, and the others go on. What stops
-    FlexAttention is nobody's fault here, whatever it is.
+    A stock kernel refuses a call with a RuntimeError and explains it in warnings. Our backends refuse with a
+    ValueError; any other error, such as one of the compiler, counts as a wrong result, and the benchmark continues.
+    Every error of FlexAttention counts as a refusal.
     """
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -150,6 +150,6 @@ def refusals(contestant: Contestant) -> Iterator[None]:
 
 
 def why_refused(error: RuntimeError, heard: Sequence[warnings.WarningMessage]) -> str:
-    """What a stock kernel says, in its error and in the warnings before it, as one line."""
+    """Return the reason of a stock kernel, from its error and the warnings before it, as one line."""
     explained = dict.fromkeys(str(each.message).partition(" (Triggered")[0].strip() for each in heard)
     return " ".join([*explained, str(error).splitlines()[0]])

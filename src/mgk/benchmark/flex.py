@@ -1,4 +1,4 @@
-"""Mixtures in FlexAttention: a ``score_mod`` says what a dot product does not, and PyTorch compiles a kernel for it.
+"""Mixtures in FlexAttention: a ``score_mod`` adds the terms beside the dot product, and PyTorch compiles a kernel.
 
 With one variance, query i and key j or its component r::
 
@@ -8,7 +8,7 @@ With one variance, query i and key j or its component r::
                                      column_jr = log_prior_r - |k_j + b_r|^2 / (2 variance)
 
 Rows and columns are tensors that the ``score_mod`` captures. Since torch 2.6 they get gradients on a GPU, by an atomic
-addition for every pair; on a CPU FlexAttention has no backward at all, and says so.
+addition for every pair. On a CPU FlexAttention has no backward pass and raises an error.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from mgk.benchmark.inputs import Inputs
 
 PRESETS = ("gaussian", "smgk", "mgk")
-"""What is written here."""
+"""Presets that are implemented here."""
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Operands(NamedTuple):
-    """What FlexAttention is given beside the query."""
+    """The arguments of FlexAttention besides the query."""
 
     key: Tensor
-    """``[B, H, K, D]``, where K is N, or M * N for components of their own"""
+    """``[B, H, K, D]``, where K is N, or M * N for projected components"""
     value: Tensor
     """``[B, H, K, D]``"""
     rows: tuple[Tensor, ...]
-    """``[B, H, N]`` for each shift; none without"""
+    """``[B, H, N]`` for each shift; empty without shifts"""
     columns: tuple[Tensor, ...]
-    """``[B, H, K]`` for each shift; one without"""
+    """``[B, H, K]`` for each shift; a single one without shifts"""
 
 
 def attention(inputs: Inputs) -> Tensor:
-    """``[B, H, N, D]``, compiled: what has to be prepared, and the attention."""
+    """Attention output, ``[B, H, N, D]``. Both the preparation and the attention are compiled."""
     query, key, value = inputs.query, inputs.key, inputs.value
     if query.device.type == "cpu" and not torch.is_grad_enabled():
-        # There it refuses what wants a gradient even where none is taken.
+        # On a CPU it refuses tensors that require a gradient, even if none is computed.
         query, key, value = query.detach(), key.detach(), value.detach()
     kind = (query.shape, key.shape, inputs.shift is None, query.dtype, inputs.is_causal, torch.is_grad_enabled())
     operands = _compiled(prepare, kind)(query, key, value, inputs.shift, inputs.log_prior)
@@ -56,17 +56,18 @@ def attention(inputs: Inputs) -> Tensor:
 
 
 def prepare(query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log_prior: Tensor | None) -> Operands:
-    """Gaussian similarity and soft assignment in terms of FlexAttention. Rows and columns are in fp32 at least.
+    """Express Gaussian similarity and soft assignment in operands of FlexAttention; rows and columns are fp32 or fp64.
 
-    Not compiled together with the attention: what its kernel captures should lie in memory, and not be computed again
-    for every pair.
+    The preparation is not compiled together with the attention, so that captured tensors are in memory and are not
+    recomputed for every pair.
     """
     scale = _scale(query)
     if shift is not None:
         assert log_prior is not None, "every shifted preset here has a prior"
         shifts = _exact(shift)[:, :, None].unbind(1)  # M times [H, 1, D]
         priors = log_prior[:, :, None].unbind(1)  # M times [H, 1]
-        # A tensor of its own for each component: one that wants a gradient may be indexed once only.
+        # Each component has a tensor of its own, because a captured tensor that requires a gradient may be indexed only
+        # once.
         rows = tuple(scale * (_exact(query) * each).sum(-1) for each in shifts)
         columns = tuple(
             prior - 0.5 * scale * (_exact(key) + each).square().sum(-1)
@@ -83,7 +84,7 @@ def prepare(query: Tensor, key: Tensor, value: Tensor, shift: Tensor | None, log
 
 
 def attend(query: Tensor, operands: Operands, block_mask: BlockMask | None) -> Tensor:
-    """The attention itself; called as it is, not compiled, FlexAttention keeps a number for every pair."""
+    """Run FlexAttention, which must be compiled, since otherwise it materialises every pair."""
     out = flex_attention(
         query, operands.key, operands.value, score_mod=score_mod_of(operands), block_mask=block_mask,
         scale=_scale(query),
@@ -93,7 +94,7 @@ def attend(query: Tensor, operands: Operands, block_mask: BlockMask | None) -> T
 
 
 def score_mod_of(operands: Operands) -> ScoreMod:
-    """What is added to the score of a pair."""
+    """Return the function that modifies the score of a pair."""
     rows, columns = operands.rows, operands.columns
 
     def add_column(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, place: Tensor) -> Tensor:
@@ -108,7 +109,7 @@ def score_mod_of(operands: Operands) -> ScoreMod:
 
 
 def block_mask_of(inputs: Inputs) -> BlockMask | None:
-    """Which blocks of pairs are visited; made once for all calls of a shape, as in a model."""
+    """Return the mask of visited blocks, which is made once for all calls of a shape, as in a model."""
     if not inputs.is_causal:
         return None
     components = inputs.key.shape[2] if inputs.key.ndim == 5 else 1
@@ -118,7 +119,7 @@ def block_mask_of(inputs: Inputs) -> BlockMask | None:
 @functools.lru_cache(maxsize=16)
 def _causal_blocks(tokens: int, components: int, device: torch.device) -> BlockMask:
     def is_visible(batch: Tensor, head: Tensor, row: Tensor, place: Tensor) -> Tensor:
-        # The keys of the components stand one after the other.
+        # The components follow each other along the key axis.
         return row >= place % tokens
 
     return create_block_mask(is_visible, None, None, tokens, components * tokens, device=str(device))
@@ -126,18 +127,17 @@ def _causal_blocks(tokens: int, components: int, device: torch.device) -> BlockM
 
 @functools.cache
 def _compiled(function: Callable[..., Any], kind: tuple[object, ...]) -> Callable[..., Any]:
-    """``function`` for calls of one ``kind``: for fixed lengths, which FlexAttention is fastest at, and whole, or
-    an error, since less would be no FlexAttention.
+    """Return ``function`` compiled for calls of one ``kind``, for fixed lengths, which are fastest, and in one graph.
 
-    At each call the compiler looks through all that it has made of a piece of code, at the host's expense. A copy of
-    the code for each kind leaves one to look at, as in a model, which has one shape.
+    At each call the compiler searches all compiled versions of a code object, which costs host time. Each kind has a
+    copy of the code, so that there is a single version, as in a model with one shape.
     """
     copied = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     return torch.compile(copied, dynamic=False, fullgraph=True)
 
 
 def _scale(query: Tensor) -> float:
-    """Over the default variance."""
+    """Return 1 divided by the default variance."""
     return 1.0 / math.sqrt(query.shape[-1])
 
 

@@ -1,4 +1,4 @@
-"""Greedy generation end to end: a decoder with softmax against mixtures with half the heads, token by token."""
+"""Benchmark of greedy generation end to end: a decoder with softmax against mixtures with half the heads."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from mgk.ops import softmax_kernel
 from mgk.training.result import device_name
 
 LEAST_AGREEMENT = 0.05
-"""How much less likely than the likeliest a generated token may be, in nats, if the model without a cache is asked."""
+"""Largest gap in nats between a generated token and the most likely one of the model without a cache."""
 CHECKED_TOKENS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Which decoder, and what it is to write."""
+    """The decoder, and the lengths of prompts and continuations."""
 
     batch: int
     prompt: int
-    """Tokens of every prompt."""
+    """Number of tokens in every prompt."""
     new_tokens: int
     layers: int = 12
     hidden_size: int = 1024
     heads: int = 16
-    """Of softmax; mixtures have half."""
+    """Number of heads of softmax; mixtures have half."""
     head_dim: int = 64
     vocab_size: int = 32_000
 
     def facts(self) -> dict[str, Any]:
-        """What a row of the JSON says of it, but for the heads."""
+        """Return the entries of a row of the JSON, except the heads."""
         return {
             "batch": self.batch,
             "tokens": self.prompt + self.new_tokens,
@@ -54,14 +54,14 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Writer:
-    """Which attention."""
+    """The kind of attention of a generating model."""
 
     attention: str
     heads: int
     backend: str = "auto"
-    """Of :func:`mgk.mixture_attention`."""
+    """Backend of :func:`mgk.mixture_attention`."""
     is_baseline: bool = False
-    """Whether it is what the others are compared with."""
+    """Whether the others are compared with it."""
 
     @property
     def name(self) -> str:
@@ -69,22 +69,22 @@ class Writer:
 
 
 def writers(presets: Sequence[str], setting: Setting, device: torch.device) -> list[Writer]:
-    """Softmax through the stock kernels, and on a GPU through our own kernel for a step, too; then the presets."""
+    """Softmax on the stock kernels, on a GPU also on our own kernel for a step, and the presets."""
     own = ("sdpa", "triton") if device.type == "cuda" else ("sdpa",)
     softmax = [Writer(attention="softmax", heads=setting.heads, backend=each, is_baseline=True) for each in own]
     return [*softmax, *(Writer(attention=preset, heads=setting.heads // 2) for preset in presets)]
 
 
 class Generation:
-    """A model that continues random prompts, its cache as large as it will get, compiled on a GPU as transformers does.
+    """A model that continues random prompts with a static cache, compiled on a GPU as in transformers.
 
     Args:
-        writer: which attention.
-        setting: which model.
-        device: where.
+        writer: the kind of attention.
+        setting: the decoder and its lengths.
+        device: device of the model.
 
     Raises:
-        WrongResultError: if it writes what the same model would not say without a cache.
+        WrongResultError: if it generates tokens that the same model without a cache would not.
     """
 
     def __init__(self, writer: Writer, setting: Setting, device: torch.device) -> None:
@@ -103,12 +103,12 @@ class Generation:
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(1, setting.vocab_size, (setting.batch, setting.prompt), generator=generator)
         self.prompts = prompts.to(device)
-        # One for all calls: for another a CUDA graph would be recorded anew.
+        # All calls share one cache, because for another one a CUDA graph would be captured again.
         self._cache = StaticCache(config=config, max_cache_len=setting.prompt + setting.new_tokens)
         self.regret = self._check()
 
     def candidates(self) -> list[Candidate]:
-        """The whole, and what of it is not a step: the prompt and its first token."""
+        """Return what to time: the whole generation, and the prompt with its first token, which is no step."""
         count = self.setting.new_tokens
         return [
             Candidate(name=f"{self.writer.name}, all", call=lambda: self.write(count)),
@@ -116,7 +116,7 @@ class Generation:
         ]
 
     def write(self, count: int) -> Tensor:
-        """The prompts and ``count`` tokens after them; back when the device is done."""
+        """Generate ``count`` tokens after the prompts, return all, and wait for the device."""
         self._cache.reset()
         tokens = self.model.generate(
             self.prompts, max_new_tokens=count, min_new_tokens=count, do_sample=False, past_key_values=self._cache,
@@ -127,13 +127,13 @@ class Generation:
         return tokens
 
     def cache_bytes(self) -> int:
-        """Of keys and values."""
+        """Bytes of keys and values in the cache."""
         held = [tensor for layer in self._cache.layers for tensor in (layer.keys, layer.values)]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     @torch.no_grad()
     def _check(self) -> float:
-        """How much less likely than the likeliest some written token is, in nats, without a cache."""
+        """Return the largest gap in nats between a generated token and the most likely one without a cache."""
         tokens = self.write(self.setting.new_tokens)
         kept = self.setting.prompt + min(CHECKED_TOKENS, self.setting.new_tokens)
         worst = 0.0
@@ -149,11 +149,11 @@ class Generation:
 
 
 BACKENDS = {"auto": "sdpa", "sdpa": "sdpa", "triton": "triton"}
-"""What transformers calls them."""
+"""Names of the backends in transformers."""
 
 
 def _gated_width(hidden_size: int) -> int:
-    """Of a gated MLP with as many weights as a plain one four times as wide."""
+    """Width of a gated MLP with as many weights as a plain one of four times the hidden size."""
     return -(-hidden_size * 8 // 3 // 64) * 64
 
 
@@ -167,7 +167,7 @@ def compare(
     clock: Clock | None = None,
     report: Report = no_report,
 ) -> Comparison:
-    """Check every model, then let those that are right write in turn."""
+    """Check every model, then time the correct ones in turn."""
     found = Comparison()
     total = len(chosen) + effort.rounds
     models: list[Generation] = []

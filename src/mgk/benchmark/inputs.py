@@ -1,4 +1,4 @@
-"""Random inputs of one attention call, with the parameters that :class:`mgk.MixtureAttention` would give it."""
+"""Random inputs of one attention call, with parameters like those of :class:`mgk.MixtureAttention`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Inputs:
     """The arguments of one call of :func:`mgk.mixture_attention`. The variance is the default, ``sqrt(D)``."""
 
     query: Tensor
-    """``[B, H, N, D]``; of a step of generation ``[B, H, 1, D]``"""
+    """``[B, H, N, D]``, or ``[B, H, 1, D]`` for a step of generation"""
     key: Tensor
     """``[B, H, M, N, D]``, or ``[B, H, N, D]`` for one component or shifted keys."""
     value: Tensor
@@ -29,7 +29,7 @@ class Inputs:
     assignment: str
     is_causal: bool
     feature_map: str | None = None
-    """Of linear attention."""
+    """Feature map of linear attention."""
 
     @property
     def num_components(self) -> int:
@@ -38,13 +38,13 @@ class Inputs:
         return self.key.shape[2] if self.key.ndim == 5 else 1
 
     def leaves(self) -> dict[str, Tensor]:
-        """The tensors that want a gradient."""
+        """Return the tensors that require a gradient."""
         names = ("query", "key", "value", "shift", "log_prior")
         found = {name: getattr(self, name) for name in names}
         return {name: tensor for name, tensor in found.items() if tensor is not None and tensor.requires_grad}
 
     def in_float64(self) -> Inputs:
-        """The same numbers, as leaves of their own."""
+        """Return a copy in fp64, whose tensors are new leaves."""
         copies: dict[str, Any] = {
             name: tensor.detach().double().requires_grad_() for name, tensor in self.leaves().items()
         }
@@ -64,9 +64,9 @@ def draw(
     queries: int | None = None,
     needs_gradients: bool = True,
 ) -> Inputs:
-    """Standard normal query, key, value and shifts, all of them leaves; priors of a softmax over normal numbers.
+    """Draw standard normal query, key, value and shifts as leaves, and priors as a softmax of normal numbers.
 
-    There are as many ``queries`` as ``tokens`` unless told otherwise.
+    ``queries`` defaults to ``tokens``.
     """
     options = PRESETS[preset]
     components, is_shifted = options.num_components, options.keys == "shifted"
@@ -78,7 +78,7 @@ def draw(
     log_prior = None
     if options.prior != "uniform":
         log_prior = normal(heads, components, dtype=torch.float32).log_softmax(dim=-1)
-        # What EM sets is no parameter.
+        # A prior that EM sets is no parameter.
         log_prior.requires_grad_(needs_gradients and options.prior == "learned")
     query = normal(batch, heads, tokens if queries is None else queries, head_dim)
     key, value = normal(batch, heads, *own_keys, tokens, head_dim), normal(batch, heads, tokens, head_dim)

@@ -1,4 +1,4 @@
-"""Linear attention: mixtures of keys with half the heads against all the heads without, and against softmax."""
+"""Benchmark of linear attention: mixtures with half the heads against plain linear attention and softmax."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def compare(
     """Check every contestant, then time those that are right, in turn.
 
     Args:
-        shape: what plain linear attention and softmax are given; the mixtures get half its heads.
-        contestants: plain linear attention first, then mixtures and softmax, stock or our own, in any order.
-        judge: says who is right, on which device and in which dtype.
-        effort: how long it may take.
-        clock: how times are taken; ``None``: as the device needs it.
-        report: told how far it is.
+        shape: shape of plain linear attention and softmax; the mixtures get half its heads.
+        contestants: plain linear attention first, then mixtures and softmax in any order.
+        judge: checks results, on its device and in its dtype.
+        effort: time that the measurement may take.
+        clock: how times are taken; ``None`` is the usual clock of the device.
+        report: called with the progress.
     """
     found = Comparison()
     total = len(contestants) + effort.rounds
@@ -98,8 +98,11 @@ def _add_records(
 
 
 def crossovers(records: Sequence[Record]) -> list[Record]:
-    """From which length on linear attention is faster than the fastest softmax with all the heads, by preset, mask and
-    direction; ``None``: at no length that was measured. Old records know the fastest stock kernel only."""
+    """Return the lengths from which linear attention is faster than the fastest softmax with all heads.
+
+    There is a record for each preset, mask and direction; ``None`` means at no measured length. Old records know only
+    the fastest stock kernel.
+    """
     found: list[Record] = []
     keys = dict.fromkeys((each["preset"], each["causal"]) for each in records if each["preset"] != "softmax")
     for preset, causal in keys:

@@ -1,4 +1,4 @@
-"""Results as the Markdown of the docs."""
+"""Formatting of results as Markdown for the docs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ NO_FLEX = "FlexAttention, compiled, with the mixtures as its `score_mod`: not me
 
 
 def tables(result: Mapping[str, Any]) -> str:
-    """Everything of the first shape; of the others the fastest stock kernels and our own, the best backend and
-    FlexAttention."""
+    """Return the tables of a result: all rows of the first shape, and the main rows of the others.
+
+    The main rows are the fastest stock kernels and our own, the best backend and FlexAttention.
+    """
     parts = [_circumstances(result)]
     if result["benchmark"] == "rows":
         return "\n\n".join([*parts, *_rows(result)])
@@ -50,7 +52,7 @@ def tables(result: Mapping[str, Any]) -> str:
 
 
 def headline(result: Mapping[str, Any]) -> str:
-    """Of mixtures through our own kernels, how many times as fast as the fastest softmax, at every shape."""
+    """Return the speedups of mixtures on our own kernels over the fastest softmax, at every shape."""
     rows = [record for record in result["rows"] if not record.get("sweep")]
     shapes = list(dict.fromkeys(map(Shape.of, rows)))
     backend = next(each for each in FASTEST_FIRST if each in {record["backend"] for record in rows})
@@ -59,7 +61,7 @@ def headline(result: Mapping[str, Any]) -> str:
         own = {Shape.of(row): row for row in rows if (row["preset"], row["backend"]) == (preset, backend)}
         if own:
             lines.append([f"`{preset}`", *(_both_ratios(own.get(shape)) for shape in shapes)])
-    # Heads and batch are in the full tables.
+    # The titles leave out heads and batch, which are in the full tables.
     titles = [
         f"{'causal' if shape.is_causal else 'full'}, {shape.tokens:,} tokens, head_dim {shape.head_dim}"
         for shape in shapes
@@ -68,14 +70,14 @@ def headline(result: Mapping[str, Any]) -> str:
 
 
 def _both_ratios(row: Record | None) -> str:
-    """``x``, forward / training."""
+    """Format ``x`` as forward / training."""
     if row is None:
         return ""
     return " / ".join(cells.show_ratio(row.get(f"{each}_ratio_of_all")) or "-" for each in ("forward", "training"))
 
 
 def _circumstances(result: Mapping[str, Any]) -> str:
-    """Where, with what and when."""
+    """Describe the device, the versions and the date."""
     versions = result["versions"]
     dtypes = ", ".join(dict.fromkeys(record["dtype"] for record in result["rows"] or result["baselines"]))
     return (
@@ -85,7 +87,7 @@ def _circumstances(result: Mapping[str, Any]) -> str:
 
 
 def _calls(result: Mapping[str, Any]) -> str:
-    """A sentence on a result that was measured in several calls."""
+    """Return a sentence about a result that was measured in several calls."""
     calls = parts_of(result)
     shapes, lengths = ([call for call in calls if call[kind]] for kind in ("shapes", "lengths"))
     if not lengths or any(call in shapes for call in lengths):
@@ -104,19 +106,19 @@ def _calls(result: Mapping[str, Any]) -> str:
 
 
 def _moments(calls: Iterable[Mapping[str, Any]]) -> str:
-    """The day and the minute at which each began, as the clock of ``written`` has them."""
+    """Format the day and minute at which each call began, in the time zone of ``written``."""
     return " and ".join(f"{call['written'][:16].replace('T', ' ')} UTC" for call in calls)
 
 
 def _has_yardstick(result: Mapping[str, Any]) -> bool:
-    """Whether some row says how it stands beside the fastest softmax of all. Models that write always did."""
+    """Whether the rows have ratios to the fastest softmax of all. Those of generation always had them."""
     rows = [record for record in result["rows"] if "prompt" not in record]
     ends = ("_ratio_of_all", "_over_softmax_of_all")
     return not rows or any(name.endswith(ends) for record in rows for name in record)
 
 
 def _own(records: Iterable[Record]) -> list[Record]:
-    """Those of backends, not of stock kernels."""
+    """Return the records of backends, without those of stock kernels."""
     return [record for record in records if not is_stock(record)]
 
 
@@ -129,7 +131,7 @@ def _packed(result: Mapping[str, Any]) -> list[str]:
 
 
 def _decode(result: Mapping[str, Any]) -> list[str]:
-    """Steps at every context, then whole models."""
+    """Return the tables of steps at every context, then of whole models."""
     records, parts = [*result["baselines"], *result["rows"]], []
     steps = [record for record in records if "prompt" not in record]
     writing = [record for record in records if "prompt" in record]
@@ -163,7 +165,7 @@ OTHERS = {"retrieval": _retrieval, "decode": _decode, "packed": _packed, "linear
 
 
 def _fastest(softmax: list[Record]) -> list[Record]:
-    """The stock kernel that wins forward and the one that wins training, which may be one; and our own."""
+    """Return the fastest stock kernels forward and in training, which may be the same, and our own."""
     stock = [record for record in softmax if is_stock(record)]
     winners = [fastest(stock, time) for time in ("forward_ms", "training_ms")]
     return [record for record in softmax if not is_stock(record) or record in winners]

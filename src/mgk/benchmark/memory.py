@@ -1,4 +1,4 @@
-"""How much memory a call takes, and how much there is."""
+"""The memory that a call uses, and the memory that is available."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 from mgk.benchmark.timing import Candidate
 
 CPU_LIMIT = 2**31
-"""What a call may take on a CPU, whose memory others use, too."""
+"""Most bytes that a call may use on a CPU, whose memory others use, too."""
 
 
 def peak_bytes(candidate: Candidate, device: torch.device) -> int | None:
-    """The most that is allocated at any time of a call, beyond what was before it; ``None`` on a CPU: nobody counts."""
+    """Peak of allocated bytes during a call, beyond those before it; ``None`` on a CPU, where they are not counted."""
     if device.type != "cuda":
         with candidate.context():
             candidate.call()
@@ -26,10 +26,10 @@ def peak_bytes(candidate: Candidate, device: torch.device) -> int | None:
 
 
 def available_bytes(device: torch.device) -> int:
-    """What a call may take."""
+    """Bytes that a call may use."""
     if device.type != "cuda":
         return CPU_LIMIT
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    # Not all of it: blocks of many sizes leave gaps.
+    # A part is left free, because of fragmentation.
     return int(0.85 * (free + cached))

@@ -1,4 +1,4 @@
-"""Mixture attention in fp64, one head at a time, so that it fits beside what it judges. Shares no line with the ops."""
+"""Mixture attention in fp64, one head at a time to save memory. It shares no code with ``mgk.ops``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mgk.benchmark.inputs import Inputs
 
 
 def attention(inputs: Inputs) -> Tensor:
-    """``[B, H, N, D]`` in fp64, differentiable."""
+    """Attention output in fp64, ``[B, H, N, D]``. Differentiable."""
     batch, heads, tokens, _ = inputs.query.shape
     rows = torch.arange(tokens, device=inputs.query.device)
     found = [attention_rows(inputs, b, h, rows) for b in range(batch) for h in range(heads)]
@@ -19,7 +19,7 @@ def attention(inputs: Inputs) -> Tensor:
 
 
 def attention_rows(inputs: Inputs, batch: int, head: int, rows: Tensor) -> Tensor:
-    """The output of a few queries of one head, ``[R, D]`` for ``rows [R]``. Memory is R times the number of keys."""
+    """Output for some queries of one head, ``[R, D]`` for ``rows [R]``. Memory is R times the number of keys."""
     query = inputs.query[batch, head, rows].double()
     key, value = inputs.key[batch, head].double(), inputs.value[batch, head].double()
     key = key if key.ndim == 3 else key[None]  # [M, N, D]
@@ -31,7 +31,7 @@ def attention_rows(inputs: Inputs, batch: int, head: int, rows: Tensor) -> Tenso
 
     logit = query @ key.mT / variance  # [M, R, N]
     if inputs.similarity == "gaussian":
-        # In fp64 the expansion of |q - k|^2 leaves more digits than any candidate has.
+        # In fp64 the expansion of |q - k|^2 is still more precise than any candidate.
         norms = query.square().sum(-1)[:, None] + key.square().sum(-1)[:, None, :]
         logit = logit - norms / (2 * variance)
     if inputs.assignment == "hard":
@@ -49,7 +49,7 @@ def attention_rows(inputs: Inputs, batch: int, head: int, rows: Tensor) -> Tenso
 def _linear_rows(
     query: Tensor, key: Tensor, value: Tensor, log_prior: Tensor | None, head: int, rows: Tensor, is_causal: bool
 ) -> Tensor:
-    """The same of linear attention, whose features are ``elu + 1``; ``key [M, N, D]``."""
+    """The same for linear attention with the features ``elu + 1``; ``key [M, N, D]``."""
     features = torch.nn.functional.elu(key) + 1.0
     if log_prior is not None:
         features = features * log_prior[head].double().exp()[:, None, None]

@@ -1,5 +1,4 @@
-"""A training step on reviews of IMDb at their real lengths: packed one after the other, next to padded ones, and next
-to softmax with all the heads in every layout."""
+"""Benchmark of a training step on IMDb reviews at their real lengths, packed and padded, for presets and softmax."""
 
 from __future__ import annotations
 
@@ -26,17 +25,17 @@ from mgk.training.task import Share, choose_precision
 
 RECIPE = "lra/text"
 HEADS = 8
-"""Of softmax; the others have half."""
+"""Number of heads of softmax; the others have half."""
 PADDED_TO = 4096
-"""As the published code does."""
+"""Padded length of the published code."""
 OWN_KERNEL = "triton"
-"""Of softmax on a GPU, as transformers calls it."""
+"""Transformers' name of our kernel for softmax on a GPU."""
 CALLS = 5
-"""Steps in a row that one sample is the mean of."""
+"""Number of consecutive steps that are averaged in one sample."""
 
-# Relative errors against fp32 with materialised attention, one review at a time: of the loss, and RMS of the gradient
-# of all weights together. Of an untrained model the gradients of reviews nearly cancel, and what half precision leaves
-# of their sum depends on the batch: there, a layout may be off by little more than reviews one at a time are.
+# Largest relative errors against fp32 with materialised attention, one review at a time: of the loss, and RMS of the
+# gradient of all weights together. In an untrained model the gradients of reviews nearly cancel, so the precision of
+# their sum in half precision depends on the batch. There a layout may have a slightly larger error than single reviews.
 LOSS_CAP = {None: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 GRADIENT_CAP = 1e-3
 OVER_ONE_BY_ONE = 1.25
@@ -44,14 +43,14 @@ OVER_ONE_BY_ONE = 1.25
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """Which model, and how its batch lies."""
+    """The kind of a model, and the layout of its batch."""
 
     attention: str
     """A preset."""
     heads: int
     layout: str
     implementation: str | None = None
-    """What transformers calls the backend; ``None``: what `auto` picks."""
+    """Transformers' name of the backend; ``None`` is the choice of `auto`."""
 
     @property
     def name(self) -> str:
@@ -60,23 +59,25 @@ class Reader:
 
     @property
     def is_softmax(self) -> bool:
-        """Whether it has all the heads, and is what the others are compared with."""
+        """Whether it has all heads and the others are compared with it."""
         return self.attention == "softmax" and self.heads == HEADS
 
     def is_stock(self, device: torch.device) -> bool:
-        """Whether a softmax goes through stock kernels: `auto` gives packed sequences to our own on a GPU."""
+        """Whether a softmax runs on stock kernels; on a GPU `auto` runs packed sequences on our own."""
         return self.implementation is None and not (device.type == "cuda" and self.layout == "packed")
 
     def configurations(self) -> tuple[Any, MGKConfig]:
-        """Of the run, and of its model, without dropout: what is compared must not be random."""
+        """Return the configurations of the run and of its model, without dropout, so that results can be compared."""
         changes = ["model.dropout=0.0", "model.attention_dropout=0.0", "model.activation_dropout=0.0"]
         run = recipes.load(RECIPE).config(f"{self.attention}-{self.heads}", changes)
         return run, architecture(run.model.architecture, **run.model.changes)
 
 
 def readers(presets: Sequence[str], device: torch.device) -> list[Reader]:
-    """Softmax, and the presets with half its heads, each in every layout; padded softmax on a GPU through our own
-    kernel as well."""
+    """Softmax, and the presets with half its heads, each in every layout.
+
+    On a GPU padded softmax also runs on our own kernel.
+    """
     names = dict.fromkeys(["softmax", *presets])
     own = [layout for layout in LAYOUTS if layout != "packed" and device.type == "cuda"]
     return [
@@ -90,7 +91,7 @@ def readers(presets: Sequence[str], device: torch.device) -> list[Reader]:
 
 
 def reviews(corpus: Corpus, layout: str, count: int, device: torch.device) -> dict[str, Tensor]:
-    """The first batch that the recipe would train on, laid out as told."""
+    """Return the first training batch of the recipe in a layout."""
     changes = [f"data.pack={str(layout == 'packed').lower()}"]
     run = recipes.load(RECIPE).config(f"softmax-{HEADS}", changes)
     multiple_of = Share(device=device).training_multiple_of(run)
@@ -104,10 +105,10 @@ def reviews(corpus: Corpus, layout: str, count: int, device: torch.device) -> di
 
 
 class ReaderStep(TrainingStep):
-    """An update of one model on one batch.
+    """A training step of one model on one batch.
 
     Raises:
-        WrongResultError: if loss or gradient are not those of every review alone.
+        WrongResultError: if loss or gradient disagree with those of single reviews.
     """
 
     def __init__(
@@ -136,25 +137,25 @@ class ReaderStep(TrainingStep):
 
 
 def make_model(config: MGKConfig, device: torch.device) -> MGKForSequenceClassification:
-    """Always the same weights."""
+    """Build a model, always with the same weights."""
     torch.manual_seed(0)
     return MGKForSequenceClassification(config).to(device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneByOne:
-    """What every review alone gives, with attention as the paper writes it."""
+    """Loss and gradient of single reviews, with attention written like the paper's equations."""
 
     loss: float
-    """In fp32."""
+    """Loss in fp32."""
     gradient: Tensor
-    """Likewise."""
+    """Gradient in fp32."""
     error: float
-    """Of the gradient in the precision of training; 0 in fp32."""
+    """Error of the gradient in the precision of training; 0 in fp32."""
 
 
 def one_by_one(reader: Reader, batch: dict[str, Tensor], count: int, device: torch.device) -> OneByOne:
-    """Every review of a packed batch alone."""
+    """Compute every review of a packed batch alone."""
     run, config = reader.configurations()
     loss, gradient = _one_by_one(config, batch, count, device, None)
     precision, error = choose_precision(run.training.precision, device), 0.0
@@ -189,16 +190,16 @@ def compare(
     clock: Clock | None = None,
     report: Report = no_report,
 ) -> Comparison:
-    """Check every model in every layout, then time training steps of those that are right, in turn.
+    """Check every model in every layout, then time training steps of the correct ones in turn.
 
     Args:
-        chosen: which models; those padded to 4,096 are what the others are compared with, and softmax.
-        corpus: IMDb, prepared.
-        count: reviews in a batch.
-        device: where.
-        effort: how long it may take.
-        clock: how times are taken; ``None``: as the device needs it.
-        report: told how far it is.
+        chosen: models to time; the others are compared with those padded to 4,096, and with softmax.
+        corpus: prepared IMDb.
+        count: number of reviews in a batch.
+        device: device of the models.
+        effort: time that the measurement may take.
+        clock: how times are taken; ``None`` is the usual clock of the device.
+        report: called with the progress.
     """
     found = Comparison()
     total = len(chosen) + effort.rounds
@@ -260,7 +261,7 @@ def _way(record: Record) -> tuple[str, str]:
 
 def _facts(reader: Reader, batches: dict[str, dict[str, Tensor]], count: int, device: torch.device) -> Record:
     _, config = reader.configurations()
-    # Of the reviews alone, without what fills a batch up.
+    # Only tokens of reviews are counted, without those that fill up a batch.
     tokens = int(batches["packed"]["cu_seq_lens_q"][count])
     return {
         "device": device_name(device),

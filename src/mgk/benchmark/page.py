@@ -1,11 +1,11 @@
-"""The parts of a page of the docs that are written from results.
+"""The parts of a page of the docs that are generated from results.
 
-Such a part stands between two comments, the first of which names the file it comes from::
+Such a part is between two comments, the first of which names its file::
 
     <!-- results/bench/attention-h200.json, written by mgk bench table -->
     <!-- end -->
 
-A part that begins with ``<!-- headline of results/...`` holds the ratios alone.
+A part that begins with ``<!-- headline of results/...`` holds only the ratios.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ PART = re.compile(
 
 
 def parts(page: Path, *, headline: bool = False) -> dict[str, str]:
-    """What stands in each part of all tables, or in each with the headline, by the file that it names."""
+    """Return the content of each part with tables, or of each headline, by the file that it names."""
     return {match["file"]: match["text"].strip() for match in _matches(page) if bool(match["headline"]) == headline}
 
 
 def rewrite(page: Path, file: Path, text: str, headline: str | None = None) -> None:
-    """Put ``text`` into the part of a page that names a file of this name, wherever it lies, and the headline into
-    the part for that. The page has either of them, or both."""
+    """Replace the part of a page for a file of this name by ``text``, and its headline by ``headline``.
+
+    The folder of the file does not matter. The page must have at least one of the two parts.
+    """
     named = [Path(match["file"]).name for match in _matches(page)]
     if file.name not in named:
         raise ValueError(f"{page} must have a part for {file.name}, got parts for {', '.join(named) or 'nothing'}")

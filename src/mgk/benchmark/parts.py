@@ -1,7 +1,7 @@
-"""One result of several calls: a run that goes on where it stopped, and results that are joined.
+"""Results of several calls: resumed measurements, and joined results.
 
-A ratio is that of one run, so a shape belongs to one call, with all that it is compared with: whole shapes are joined,
-never rows. What a joined result says of itself at its top is said by the first of its parts.
+A ratio must come from one run, so a shape belongs to one call with everything that it is compared with: whole shapes
+are joined, never rows. The top-level facts of a joined result are those of its first part.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mgk.benchmark.yardstick import Record
 
 RECORDS = ("baselines", "rows", "failures", "skipped")
 SAME = ("benchmark", "device", "versions")
-"""What two results must have in common to be joined, beside the dtype and whether they are quick ones."""
+"""Keys that must agree in joined results, besides the dtype and whether they are quick ones."""
 
 
 def measured(found: Mapping[str, Any], *, sweep: bool) -> dict[Shape, Comparison]:
-    """What a result has, by shape: of the shapes, or of the lengths of the sweep."""
+    """Return the comparisons of a result by shape, either of its shapes or of the lengths of its sweep."""
     shapes: dict[Shape, Comparison] = {}
-    # Softmax with all the heads is there wherever anything is.
+    # Every comparison has softmax with all heads.
     for name in ("baselines", "rows"):
         for record in found[name]:
             if bool(record.get("sweep")) == sweep:
@@ -33,7 +33,7 @@ def measured(found: Mapping[str, Any], *, sweep: bool) -> dict[Shape, Comparison
 
 
 def parts(found: Mapping[str, Any]) -> list[Record]:
-    """The calls that made a result: when each began, its configuration, and what it measured, as ``--shape`` has it."""
+    """Return the calls behind a result: their start, configuration, and shapes in the format of ``--shape``."""
     if "parts" in found:
         return list(found["parts"])
     shapes, lengths = ([each.option for each in measured(found, sweep=sweep)] for sweep in (False, True))
@@ -41,7 +41,7 @@ def parts(found: Mapping[str, Any]) -> list[Record]:
 
 
 def join(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One result of several that measured different shapes; those without any are left out."""
+    """Join results with different shapes; results without shapes are left out."""
     filled = [each for each in results if each["baselines"]] or results[:1]
     first = filled[0]
     for other in filled[1:]:
@@ -63,7 +63,7 @@ def join(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def only_lengths(found: Mapping[str, Any]) -> dict[str, Any]:
-    """A result without its shapes: the sweep alone."""
+    """Return a result with only its sweep."""
     if not measured(found, sweep=True):
         raise ValueError(f"a result with a sweep is expected, got that of {found['written']} without one")
     kept = [{**part, "shapes": []} for part in parts(found) if part["lengths"]]
@@ -77,7 +77,7 @@ def only_lengths(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_attention(path: Path) -> dict[str, Any]:
-    """A result of ``mgk bench attention``, whose records have shapes."""
+    """Read a result of ``mgk bench attention``, whose records have shapes."""
     found = result.read(path)
     if found["benchmark"] != "attention":
         raise ValueError(f"{path} must be the JSON of mgk bench attention, got mgk bench {found['benchmark']}")
@@ -85,7 +85,7 @@ def read_attention(path: Path) -> dict[str, Any]:
 
 
 def earlier_part(path: Path, new: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a call that goes on finds at ``path``; ``None``: nothing, it is the first."""
+    """Return the earlier result at ``path`` for a call that resumes; ``None`` if there is none."""
     if not path.exists():
         return None
     found = read_attention(path)
@@ -100,13 +100,13 @@ def earlier_part(path: Path, new: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def missing(wanted: Iterable[Shape], there: Iterable[Shape]) -> list[Shape]:
-    """Those that are still to be measured."""
+    """Return the shapes that are still to be measured."""
     known = set(there)
     return [shape for shape in wanted if shape not in known]
 
 
 def _check_is_like(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    """Times of different machines, versions or number formats stand in no one table."""
+    """Check that machine, versions and dtype agree, because otherwise times cannot be in one table."""
     facts = [(name, one[name], other[name]) for name in SAME]
     facts += [(name, one["config"].get(name), other["config"].get(name)) for name in ("dtype", "quick")]
     for name, mine, its in facts:

@@ -1,4 +1,4 @@
-"""What a benchmark of attention measures, unless told otherwise."""
+"""The default measurements of the attention benchmarks."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from mgk.benchmark.timing import Effort
 from mgk.nn.presets import LINEAR_PRESETS, SOFTMAX_PRESETS
 from mgk.ops.dispatch import BACKENDS
 
-# Every kind of call there is: as calls, the EM variants are the learned ones, and softmax-smgk is softmax.
+# All distinct kinds of calls: in a call, EM variants equal the learned ones, and softmax-smgk equals softmax.
 USUAL_PRESETS = ("softmax", "gaussian", "smgk", "mgk", "smgk-hard", "mgk-hard", "softmax-mgk")
 QUICK_PRESETS = ("softmax", "smgk", "mgk")
 SWEPT_PRESETS = ("smgk", "mgk")
 USUAL_BACKENDS = ("triton", "sdpa", "chunked", EAGER)
 CUDA_BACKENDS = (*USUAL_BACKENDS, FLEX)
-"""On a CPU FlexAttention takes a minute to compile, and has no backward: there it is for whoever asks."""
+"""Default backends on a GPU. On a CPU FlexAttention takes a minute to compile and has no backward pass, so it must be
+requested."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
-# The heads of the Long Range Arena, wider ones, and two language models'.
+# Heads as in Long Range Arena, wider ones, and those of two language models.
 CUDA_SHAPES = (
     Shape(batch=32, heads=8, tokens=4096, head_dim=32),
     Shape(batch=32, heads=8, tokens=4096, head_dim=64),
     Shape(batch=8, heads=16, tokens=4096, head_dim=128, is_causal=True),
     Shape(batch=4, heads=16, tokens=16384, head_dim=64, is_causal=True),
 )
-# Both of the paper's families of lengths: the Long Range Arena's, and one that softmax cannot afford. In batches whose
-# steps take the device longer than the host.
+# The lengths of Long Range Arena, and longer ones that softmax cannot afford, in batches that are limited by the device
+# and not by the host.
 LINEAR_CUDA_SHAPES = (
     *(
         Shape(batch=batch * 64 // head_dim, heads=8, tokens=tokens, head_dim=head_dim, is_causal=is_causal)
@@ -41,14 +42,14 @@ LINEAR_CUDA_SHAPES = (
         for head_dim in (32, 64)
         for is_causal in (False, True)
     ),
-    # In the second, mixtures have as many heads as softmax has in the first.
+    # In the second shape, mixtures have as many heads as softmax has in the first.
     *(Shape(batch=4, heads=heads, tokens=16384, head_dim=64, is_causal=True) for heads in (8, 16)),
 )
 LINEAR_CPU_SHAPES = (
     Shape(batch=1, heads=8, tokens=1024, head_dim=32),
     Shape(batch=1, heads=8, tokens=1024, head_dim=32, is_causal=True),
 )
-# Tokens are those of a cache.
+# Tokens are those in the cache.
 DECODE_CUDA_SHAPES = (
     Shape(batch=8, heads=16, tokens=32768, head_dim=128),
     Shape(batch=8, heads=16, tokens=8192, head_dim=64),
@@ -71,25 +72,25 @@ CPU_QUICK_LENGTHS = lengths(Shape(batch=1, heads=2, tokens=64, head_dim=16, is_c
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured, and how thoroughly."""
+    """The measurements of a benchmark, and their effort."""
 
     presets: Sequence[str]
-    """With softmax among them: what a mixture costs over a plain head of our own is counted from there."""
+    """Presets, with softmax among them, to which the cost of a mixture head is compared."""
     backends: Sequence[str]
     dtype: torch.dtype
     shapes: Sequence[Shape]
     swept_presets: Sequence[str]
     lengths: Sequence[Shape]
-    """Empty: no sweep."""
+    """Lengths of the sweep; empty for none."""
     effort: Effort
 
     @property
     def swept_backends(self) -> list[str]:
-        """All but FlexAttention, which would be compiled anew for every length."""
+        """Backends without FlexAttention, which would be compiled for every length."""
         return [name for name in self.backends if name != FLEX]
 
     def facts(self) -> dict[str, Any]:
-        """What the JSON says of it."""
+        """Return the entries of the plan in the JSON."""
         return {
             "presets": list(self.presets),
             "backends": list(self.backends),
@@ -110,7 +111,7 @@ def make_plan(
     quick: bool = False,
     sweep: bool | None = None,
 ) -> Plan:
-    """A plan for a device; what is not given is chosen. A sweep is left out of a quick run unless asked for."""
+    """Return the plan for a device, with defaults for what is not given. A quick run has a sweep only on request."""
     is_cuda = device.type == "cuda"
     check_presets(presets or ())
     chosen = presets or (QUICK_PRESETS if quick else USUAL_PRESETS)
@@ -137,10 +138,10 @@ def make_plan(
 
 @dataclass(frozen=True, kw_only=True)
 class DecodePlan(Plan):
-    """What is measured of generation."""
+    """The measurements of generation."""
 
     writing: Setting
-    """Of the models that write."""
+    """Setting of the models that generate."""
     writing_presets: Sequence[str]
     writing_effort: Effort
 
@@ -152,7 +153,7 @@ def make_decode_plan(
     shapes: Sequence[str] | None = None,
     quick: bool = False,
 ) -> DecodePlan:
-    """Steps at some contexts, then a decoder that writes."""
+    """Return the plan for steps at some contexts, then for whole decoders."""
     is_cuda = device.type == "cuda"
     check_presets(presets or ())
     usual_shapes = DECODE_CPU_SHAPES if not is_cuda else DECODE_CUDA_SHAPES[:1] if quick else DECODE_CUDA_SHAPES
@@ -165,7 +166,7 @@ def make_decode_plan(
         lengths=[],
         effort=usual_effort(device, quick),
         writing=WRITING if is_cuda else CPU_WRITING,
-        # Softmax writes in any case, with all its heads.
+        # Softmax with all heads is always measured, so it is not listed.
         writing_presets=[name for name in presets or SWEPT_PRESETS if name != "softmax"][:1],
         writing_effort=Effort(rounds=2 if quick else 5, seconds=20.0 if is_cuda else 4.0, fewest=2, slowest=60.0),
     )
@@ -178,7 +179,7 @@ def make_linear_plan(
     shapes: Sequence[str] | None = None,
     quick: bool = False,
 ) -> Plan:
-    """Linear attention at some shapes, then lengths until it overtakes softmax."""
+    """Return the plan for linear attention at some shapes, and for lengths until it is faster than softmax."""
     is_cuda = device.type == "cuda"
     for name in presets or ():
         if name not in LINEAR_PRESETS:
@@ -197,14 +198,14 @@ def make_linear_plan(
 
 
 def usual_effort(device: torch.device, quick: bool) -> Effort:
-    """How long a measurement may take on a device."""
+    """Return the default effort of a measurement on a device."""
     if device.type == "cuda":
         return Effort(rounds=8 if quick else 20, seconds=0.2 if quick else 0.5, fewest=3, slowest=1.0)
     return Effort(rounds=3 if quick else 7, seconds=1.0 if quick else 4.0, fewest=3, slowest=1.0 if quick else 8.0)
 
 
 def check_presets(names: Sequence[str], *, linear: bool = False) -> None:
-    """Refuse what is no preset of the benchmark; one that measures ``linear`` attention as well takes all presets."""
+    """Check the names of presets. Linear presets are allowed only if the benchmark measures ``linear`` attention."""
     for name in names:
         if linear and name in LINEAR_PRESETS:
             continue

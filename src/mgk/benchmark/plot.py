@@ -1,4 +1,4 @@
-"""The picture of a sweep: time and memory against the length."""
+"""The plot of a sweep: time and memory against the length."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = {"softmax": "#333333", "smgk": "#0072b2", "mgk": "#d55e00"}
-"""By preset; told apart by the colour-blind, too."""
+"""Colours by preset, for the colour-blind as well."""
 OTHER_COLOUR = "#009e73"
 OWN_SOFTMAX_COLOUR = "#999999"
-"""Softmax with all the heads through our own kernel, beside the stock ones."""
+"""Colour of softmax with all heads on our own kernel."""
 STYLES = {"eager": ":", "chunked": "--", "sdpa": "-."}
-"""By backend: the fastest has the plain line."""
+"""Line styles by backend; the fastest has a solid line."""
 
 Points = dict[int, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One way to compute attention at all lengths."""
+    """The line of one contestant over all lengths."""
 
     label: str
     preset: str
@@ -35,13 +35,13 @@ class Line:
     colour: str
     style: str
     milliseconds: Points
-    """Of forward and backward, by length."""
+    """Time of forward and backward by length."""
     megabytes: Points
-    """At the peak of both, by length; empty on a CPU."""
+    """Peak memory of forward and backward by length; empty on a CPU."""
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """Draw the sweep of a result into a file."""
+    """Plot the sweep of a result to a file."""
     found = lines(result)
     if not found:
         raise ValueError("a plot needs a result with a sweep, got one without: run mgk bench attention --sweep")
@@ -71,7 +71,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
 
 
 def lines(result: Mapping[str, Any]) -> list[Line]:
-    """The fastest stock kernel at each length, our own, and every preset through every backend."""
+    """Return the lines: the fastest stock kernel at each length, our own, and every preset on every backend."""
     baselines = [record for record in result["baselines"] if record.get("sweep")]
     rows = [record for record in result["rows"] if record.get("sweep")]
     if not baselines or not rows:
@@ -126,7 +126,7 @@ def _draw_panel(axes: Axes, title: str, found: list[Line], series: list[Points])
 
 
 def _label_lines(axes: Axes, found: list[Line], series: list[Points], longest: int) -> None:
-    """Write beside each line what it is: on the right where it runs to the end, above its end where it stops before."""
+    """Label each line directly: on the right if it reaches the longest length, otherwise above its end."""
     ends = [(line, max(points), points[max(points)]) for line, points in zip(found, series, strict=True) if points]
     low, high = (math.log(value) for value in axes.get_ylim())
     running = sorted((end for end in ends if end[1] == longest), key=lambda end: end[2])
@@ -141,7 +141,7 @@ def _label_lines(axes: Axes, found: list[Line], series: list[Points], longest: i
         if end[1] != longest:
             stopped.setdefault(end[0].backend, []).append(end)
     for backend, group in stopped.items():
-        # The presets of a backend stop close to each other: one label serves them.
+        # The lines of a backend's presets end close to each other, so they share a label.
         _, length, value = max(group, key=lambda end: end[2])
         names = " and ".join(line.preset for line, _, _ in group)
         axes.annotate(
@@ -153,7 +153,7 @@ def _label_lines(axes: Axes, found: list[Line], series: list[Points], longest: i
 
 
 def _spread(places: list[float], step: float, highest: float) -> list[float]:
-    """Sorted places moved as little as it takes to be ``step`` apart, none above ``highest``."""
+    """Move sorted places as little as needed to be ``step`` apart, and none above ``highest``."""
     spread = list(places)
     for _ in range(200):
         for below, above in itertools.pairwise(range(len(spread))):

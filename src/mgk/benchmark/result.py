@@ -1,4 +1,4 @@
-"""The JSON of a benchmark: what was measured, where, when, and with which versions."""
+"""The JSON of a benchmark: measurements, device, date and versions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mgk.ops import softmax_kernel
 from mgk.training.result import device_name, read_json
 
 KINDS = ("attention", "retrieval", "decode", "packed", "linear", "rows")
-"""What the key ``benchmark`` of a result may say."""
+"""Values of the key ``benchmark``."""
 
 
 def begin(kind: str, device: torch.device, config: dict[str, Any]) -> dict[str, Any]:
-    """A result without rows."""
+    """Return a result without rows."""
     assert kind in KINDS
     return {
         "benchmark": kind,
@@ -37,13 +37,13 @@ def begin(kind: str, device: torch.device, config: dict[str, Any]) -> dict[str, 
 
 
 def add(result: dict[str, Any], found: Comparison) -> None:
-    """Put what came of a shape into a result."""
+    """Add the comparison of a shape to a result."""
     for name in ("baselines", "rows", "failures", "skipped"):
         result[name] += getattr(found, name)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A result that was written before."""
+    """Read a result."""
     found = read_json(path, "the JSON of a benchmark")
     if not isinstance(found, dict) or found.get("benchmark") not in KINDS:
         raise ValueError(f"{path} must be a result of mgk bench {', '.join(KINDS)}, got something else")
@@ -51,12 +51,12 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def short_name(device: torch.device) -> str:
-    """For a file: ``h200`` or ``cpu``."""
+    """Name of the device for a file: ``h200`` or ``cpu``."""
     return "cpu" if device.type != "cuda" else torch.cuda.get_device_name(device).split()[-1].lower()
 
 
 def versions() -> dict[str, str]:
-    """What times may depend on."""
+    """Versions of the software that may affect times."""
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

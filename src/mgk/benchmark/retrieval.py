@@ -1,4 +1,4 @@
-"""The Retrieval model end to end: softmax with 8 heads, on stock kernels and our own, against mixtures with 4."""
+"""Benchmark of the Retrieval model end to end: softmax with 8 heads, on stock kernels and ours, and mixtures with 4."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mgk.ops import softmax_kernel
 from mgk.training.result import device_name
 
 HEADS = 8
-"""Of the softmax model; the others have half."""
+"""Number of heads of the softmax model; the others have half."""
 PRESETS = ("smgk", "mgk")
 TIMES = {"training": "training_ms", "evaluation": "evaluation_ms"}
 CALLS = 5
@@ -27,10 +27,10 @@ CALLS = 5
 
 
 def matchers(presets: Sequence[str], device: torch.device) -> list[Matcher]:
-    """Softmax on every stock kernel and on our own, and the presets, all without dropout; then those that train with
-    it. Beside linear presets stands linear attention with all heads; it has no dropout of its own.
+    """Return the models: softmax on every stock kernel and our own, and the presets, without dropout and then with it.
 
-    Materialised softmax is left out on a GPU: at 4,096 bytes it is the paper's 50 GB.
+    Linear presets are joined by linear attention with all heads, which has no attention dropout. Materialised softmax
+    is left out on a GPU: at 4,096 bytes it needs the paper's 50 GB.
     """
     kernels = ("cudnn", "flash", "efficient") if device.type == "cuda" else ("flash", "math")
     dropping = ("cudnn", "flash") if device.type == "cuda" else ("math",)
@@ -58,16 +58,16 @@ def compare(
     clock: Clock | None = None,
     report: Report = no_report,
 ) -> Comparison:
-    """Check every model, then time training steps and evaluations of those that are right, in turn.
+    """Check every model, then time training steps and evaluations of the correct ones in turn.
 
     Args:
-        chosen: which models.
-        pairs: of documents in a batch.
-        tokens: of each document.
-        device: where.
-        effort: how long it may take.
-        clock: how times are taken; ``None``: as the device needs it.
-        report: told how far it is.
+        chosen: models to time.
+        pairs: document pairs in a batch.
+        tokens: tokens of each document.
+        device: device of the models.
+        effort: time that the measurement may take.
+        clock: how times are taken; ``None`` is the usual clock of the device.
+        report: called with the progress.
     """
     found = Comparison()
     batch = random_pairs(pairs, tokens, device)
@@ -143,7 +143,7 @@ def _record(step: MatcherStep, timings: dict[str, Timing], pairs: int, tokens: i
 
 
 def _beside(record: Record, ours: Sequence[Record], baselines: Sequence[Record]) -> Record:
-    """A record with its ratios: softmax on cuDNN, on the fastest stock kernel, and the fastest of all, over this."""
+    """Return a record with its ratios to softmax on cuDNN, on the fastest stock kernel, and to the fastest of all."""
     softmax = [each for each in baselines if each["attention_dropout"] == record["attention_dropout"]]
     rivals = [each for each in softmax if is_stock(each)]
     quickest = fastest(rivals, "training_ms")

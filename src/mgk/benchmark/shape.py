@@ -1,4 +1,4 @@
-"""The sizes that attention is measured at."""
+"""The shapes at which attention is measured."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Softmax attention that is to be replaced. What replaces it gets half the heads, each as wide as before."""
+    """The shape of softmax attention. A preset that replaces it gets half the heads with the same width."""
 
     batch: int
     heads: int
-    """Of the softmax attention."""
+    """Number of heads of softmax attention."""
     tokens: int
     head_dim: int
     is_causal: bool = False
@@ -27,7 +27,7 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """``B,H,N,D`` or ``B,H,N,D,causal``."""
+        """Parse ``B,H,N,D`` or ``B,H,N,D,causal``."""
         sizes, last = text.split(","), ""
         if sizes[-1] in ("causal", "full"):
             last = sizes.pop()
@@ -38,7 +38,7 @@ class Shape:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Shape:
-        """That of a record of the JSON."""
+        """Return the shape of a record of the JSON."""
         return cls(
             batch=record["batch"], heads=record.get("baseline_heads", record["heads"]), tokens=record["tokens"],
             head_dim=record["head_dim"], is_causal=record["causal"],
@@ -46,7 +46,7 @@ class Shape:
 
     @property
     def option(self) -> str:
-        """As :meth:`parse` reads it."""
+        """Format the shape for :meth:`parse`."""
         sizes = f"{self.batch},{self.heads},{self.tokens},{self.head_dim}"
         return f"{sizes},causal" if self.is_causal else sizes
 
@@ -59,7 +59,7 @@ class Shape:
         return f"batch {self.batch}, {self.heads} heads, {self.tokens:,} tokens, head_dim {self.head_dim}, {kind}"
 
     def facts(self) -> dict[str, Any]:
-        """What a row of the JSON says of it, but for the heads."""
+        """Return the entries of a row of the JSON, except the heads."""
         return {
             "batch": self.batch,
             "tokens": self.tokens,

@@ -1,4 +1,4 @@
-"""From a result of ``mgk bench attention``: where `auto` is to give plain softmax to our own kernel."""
+"""Choice of the cases in which `auto` runs plain softmax on our kernel, from a result of ``mgk bench attention``."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from mgk.benchmark.attention import TIMES
 from mgk.benchmark.yardstick import Record, fastest, is_stock
 
 LEAST_GAIN = 1.03
-"""So many times as fast as the fastest stock kernel our own must be: for less, nobody wants other last bits."""
+"""Least speedup over the fastest stock kernel; a smaller one does not justify results that differ in the last bits."""
 
 
 def choose(result: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """What ``softmax_kernel.json`` holds, made of a result by the name ``source``.
+    """Return the content of ``softmax_kernel.json`` for a result with the name ``source``.
 
-    A size is in it if our kernel was faster there and at every measured size that has as many tokens and queries, or
-    more. A result without softmax through our own kernel, or of a CPU, gives an empty table.
+    A size is included if our kernel was faster there and at every measured size with at least as many tokens and
+    queries. A result of a CPU, or without softmax on our own kernel, gives an empty table.
     """
     if result["benchmark"] != "attention":
         raise ValueError(f"the JSON must be that of mgk bench attention, got mgk bench {result['benchmark']}")
@@ -52,7 +52,7 @@ def choose(result: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _smallest_winners(group: list[Record]) -> list[Record]:
-    """Sizes from which on nothing was lost, without those that a smaller one speaks for."""
+    """Return the sizes from which our kernel always won, without those that a smaller one covers."""
     winners = [
         each for each in group if all(other["gain"] >= LEAST_GAIN for other in group if _is_at_least(other, each))
     ]  # fmt: skip

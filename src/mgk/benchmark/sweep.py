@@ -1,4 +1,4 @@
-"""Time and memory against the length."""
+"""Sweeps: time and memory against the length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mgk.benchmark.timing import Effort, Report, no_report
 
 
 def lengths(shortest: Shape, longest: int) -> list[Shape]:
-    """The shape at every length that is twice the one before."""
+    """Return the shape at doubling lengths up to ``longest``."""
     found = [shortest]
     while 2 * found[-1].tokens <= longest:
         found.append(replace(found[-1], tokens=2 * found[-1].tokens))
@@ -29,10 +29,11 @@ def sweep(
     report: Callable[[Shape], Report] = lambda shape: no_report,
     known: Mapping[Shape, Comparison] | None = None,
 ) -> Iterator[Comparison]:
-    """Compare at each length, from short to long. Its records say ``"sweep": true``.
+    """Yield the comparison at each length, from short to long, with ``"sweep": true`` in its records.
 
-    Who is left out at one length is not tried at the next, nor is who would take longer than ``effort.slowest``.
-    ``report`` is asked for a report at each length. What an earlier call has measured is ``known`` and not yielded.
+    A contestant that is left out at one length, or would take longer than ``effort.slowest`` at the next, is not tried
+    again. ``report`` is called for a progress callback at each length. Lengths in ``known``, which an earlier call has
+    measured, are not yielded.
     """
     present = list(contestants)
     for shape in shapes:
@@ -48,7 +49,7 @@ def sweep(
 
 
 def _without_the_slow(present: Sequence[Contestant], found: Comparison, slowest: float) -> list[Contestant]:
-    """Those that can be expected to manage twice the length; of the others the comparison says why."""
+    """Return the contestants that are expected to manage twice the length, and note the reason for the others."""
     staying = []
     for contestant in present:
         records = found.baselines if contestant.is_baseline else found.rows

@@ -1,4 +1,4 @@
-"""Results as tables in a terminal."""
+"""Formatting of results as tables in a terminal."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ HOST_BOUND = "* the host takes longer to queue the call than the device takes to
 
 
 def attention_table(found: Comparison) -> Table:
-    """One shape: softmax, presets, and those that are wrong, without a number."""
+    """Table for one shape: softmax, presets, and wrong contestants without numbers."""
     some = found.baselines[0]
     title = f"{cells.show_shape(some)}, {some['dtype']}, {some['device']}"
     return _table(title, cells.ATTENTION, cells.attention_cells(found.baselines, found.rows), found.failures)
 
 
 def retrieval_table(found: Comparison) -> Table:
-    """End to end."""
+    """Table for models end to end."""
     some = [*found.baselines, *found.rows, *found.failures][0]
     title = f"Retrieval, {some['pairs']} pairs of {some['tokens']:,} bytes, {some['device']}"
     return _table(title, cells.RETRIEVAL, cells.retrieval_cells(found.baselines, found.rows), found.failures)
 
 
 def linear_table(found: Comparison) -> Table:
-    """Linear attention at one shape."""
+    """Table for linear attention at one shape."""
     some = found.baselines[0]
     title = f"{cells.show_shape(some)}, {some['dtype']}, {some['device']}"
     return _table(title, cells.LINEAR, cells.linear_cells([*found.baselines, *found.rows]), found.failures)
 
 
 def decode_table(found: Comparison) -> Table:
-    """A step of generation."""
+    """Table for a step of generation."""
     some = found.baselines[0]
     title = f"{cells.show_context(some)}, {some['dtype']}, {some['device']}"
     return _table(title, cells.DECODE, cells.decode_cells([*found.baselines, *found.rows]), found.failures)
 
 
 def generation_table(found: Comparison) -> Table:
-    """Greedy generation end to end."""
+    """Table for greedy generation end to end."""
     some = found.baselines[0]
     title = f"{cells.show_writing(some)}, {some['dtype']}, {some['device']}"
     return _table(title, cells.GENERATION, cells.generation_cells([*found.baselines, *found.rows]), found.failures)
 
 
 def packed_table(found: Comparison) -> Table:
-    """A step on reviews."""
+    """Table for a step on reviews."""
     some = [*found.baselines, *found.rows, *found.failures][0]
     title = f"IMDb, {some['batch']} reviews of {some['tokens']:,} bytes together, {some['device']}"
     return _table(title, cells.PACKED, cells.packed_cells([*found.baselines, *found.rows]), found.failures)
@@ -65,7 +65,7 @@ def rows_table(found: Comparison, recipe: str) -> Table:
 
 
 def sweep_table(rows: Sequence[Record]) -> Table:
-    """The rows that belong to a sweep, with their lengths."""
+    """Table for the rows of a sweep, with their lengths."""
     rows = [record for record in rows if record.get("sweep")]
     lines = [
         [*cell, f"{record['tokens']:,}"] for record, cell in zip(rows, cells.attention_cells([], rows), strict=True)
@@ -74,7 +74,7 @@ def sweep_table(rows: Sequence[Record]) -> Table:
 
 
 def notes(found: Comparison) -> list[str]:
-    """A line for every reason why something was left out, and one that explains the stars."""
+    """Return a line for every reason why a contestant was left out, and one that explains the stars."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for record in found.skipped:
         reasons.setdefault((show_way(record), record["reason"]), []).append(
@@ -94,7 +94,7 @@ def notes(found: Comparison) -> list[str]:
 
 
 def wrongs(found: Comparison) -> list[str]:
-    """A line for every result that is wrong."""
+    """Return a line for every wrong result."""
     names = [record.get("row", f"{record['preset']} through {show_way(record)}") for record in found.failures]
     return [f"wrong: {name}: {record['reason']}" for name, record in zip(names, found.failures, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Times of several candidates, taken in turn, so that a slow moment of the machine hits all alike."""
+"""Timing of several candidates in turn, so that a slow moment of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Protocol
 import torch
 
 Report = Callable[[int, int, str], None]
-"""Told how many steps are done, out of how many, and what comes next."""
+"""A callback with the number of steps done, the total, and the name of the next."""
 
 
 def no_report(done: int, total: int, text: str) -> None:
-    """For whoever does not want to be told."""
+    """Ignore the progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,53 +27,53 @@ class Candidate:
     name: str
     call: Callable[[], object]
     context: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Entered around the call, outside of what is timed."""
+    """Context of the call, which is entered before timing starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much time a measurement may take."""
+    """The time that a measurement may take."""
 
     rounds: int
-    """In how many rounds every candidate takes its turn."""
+    """Number of rounds, in each of which every candidate takes a turn."""
     seconds: float
-    """A candidate that would take longer than this in all rounds together sits some of them out."""
+    """Most seconds for a candidate in all rounds together; a slower one skips rounds."""
     fewest: int = 5
-    """But not so many that it has fewer samples than this."""
+    """Fewest samples of such a candidate."""
     slowest: float = 10.0
-    """What takes longer than this for one call, in seconds, is not measured at all."""
+    """Most seconds for one call; a slower candidate is not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """What came of one candidate, in milliseconds."""
+    """The timing of one candidate, in milliseconds."""
 
     device_ms: float
-    """Median over the samples: the time between start and end on the device."""
+    """Median over samples of the time between start and end on the device."""
     host_ms: float | None
-    """What the host needs to queue the call; ``None`` where host and device are one."""
+    """Time that the host needs to queue the call; ``None`` on a CPU."""
     noise: float
-    """Measured twice, by the even rounds and by the odd ones: how far the two medians lie apart, as a fraction."""
+    """Relative difference between the medians of the even and of the odd rounds."""
     samples: int
 
     @property
     def ms(self) -> float:
-        """What a call costs: host and device work at the same time, and the slower one decides."""
+        """Time of a call: host and device work concurrently, so it is that of the slower one."""
         return self.device_ms if self.host_ms is None else max(self.device_ms, self.host_ms)
 
 
 class Clock(Protocol):
-    """Takes the time of one call, in milliseconds."""
+    """Measures the time of one call, in milliseconds."""
 
     def host(self, candidate: Candidate) -> float | None:
-        """Until a call has returned, of some that follow each other; ``None`` where that is all there is."""
+        """Return the host time per call in a series of calls; ``None`` if calls return only when they are done."""
 
     def sample(self, candidate: Candidate, host_ms: float | None) -> float:
-        """Until the work is done. ``host_ms`` is what :meth:`host` has found."""
+        """Return the time until the work is done. ``host_ms`` is the result of :meth:`host`."""
 
 
 class HostClock:
-    """For calls that return when they are done."""
+    """A clock for calls that return when they are done."""
 
     def host(self, candidate: Candidate) -> None:
         return None
@@ -86,24 +86,22 @@ class HostClock:
 
 
 class StreamClock:
-    """CUDA events on the current stream.
+    """A clock with CUDA events on the current stream.
 
-    Args:
-        device: a GPU.
-        isolated: time the kernels of one call and nothing else: the cache is filled with something else before, and the
-            GPU is held up until the host has queued them all. Otherwise calls follow each other as they do in a
-            training loop.
-        calls: how many one sample is the mean of.
+    Args: device: a GPU. isolated: whether to time only the kernels of one call: the cache is filled with other data
+        before, and the GPU waits until the host has queued all kernels. Otherwise calls follow each other as in a
+        training loop. calls: number of calls that are averaged in one sample.
     """
 
     CYCLES_PER_MS = 2_000_000
-    """Of the highest clock; at a lower one the GPU is held up longer, which costs time but no accuracy."""
+    """Cycles per millisecond at the highest clock. At a lower clock the GPU waits longer, which costs no accuracy."""
     CACHE_BYTES = 2**28
-    """Several times the L2 of any GPU that there is."""
+    """Size of the filler, which is several times the L2 cache of any GPU."""
     LONGEST_HOLD_MS = 50.0
     HOST_CALLS = 8
     HOST_SECONDS = 0.02
-    """What the host takes is the mean of this many calls in a row, or of as many as begin within this time."""
+    """The host time is averaged over ``HOST_CALLS`` calls in a row, or over those that begin within this many
+    seconds."""
 
     def __init__(self, device: torch.device, *, isolated: bool = True, calls: int = 1) -> None:
         self.device, self.isolated, self.calls = device, isolated, calls
@@ -125,12 +123,13 @@ class StreamClock:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with candidate.context():
             if self.isolated:
-                # Read, not written: what was written would leave the cache at the expense of the first kernel.
+                # The filler is read and not written, because the write-back of dirty lines would slow down the first
+                # kernel.
                 self._filler.amax()
                 hold = min(0.2 + 2.0 * (host_ms or 0.0), self.LONGEST_HOLD_MS)
                 torch.cuda._sleep(int(hold * self.CYCLES_PER_MS))
             else:
-                # So that the host is as far ahead as it is in a loop.
+                # A first call lets the host run ahead as in a loop.
                 candidate.call()
             start.record()
             for _ in range(self.calls):
@@ -141,14 +140,14 @@ class StreamClock:
 
 
 def usual_clock(device: torch.device) -> Clock:
-    """For single calls on ``device``."""
+    """Return the clock for single calls on ``device``."""
     return StreamClock(device) if device.type == "cuda" else HostClock()
 
 
 def take_turns(
     candidates: Sequence[Candidate], clock: Clock, effort: Effort, report: Report = no_report
 ) -> dict[str, Timing]:
-    """The timing of every candidate by its name. All must have been called before, so that nothing is compiled here."""
+    """Time all candidates, and return timings by name. Each must have been called before, so that it is compiled."""
     host: dict[str, float | None] = {}
     turns: dict[str, int] = {}
     for candidate in candidates:
@@ -162,7 +161,7 @@ def take_turns(
     for number in range(effort.rounds):
         report(number, effort.rounds, f"round {number + 1} of {effort.rounds}")
         present = [candidate for candidate in candidates if number % turns[candidate.name] == 0]
-        # Always another order: what follows a hungry kernel may find the clock lowered.
+        # The order changes in each round, because after a power-hungry kernel the GPU may lower its clock.
         shuffle(present)
         for candidate in present:
             times[candidate.name].append(clock.sample(candidate, host[candidate.name]))

@@ -1,4 +1,4 @@
-"""Forward, backward and optimiser of a model on one batch, as the training loop makes them."""
+"""A training step on one batch, with forward, backward and optimiser as in the training loop."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mgk.training.task import choose_precision
 
 
 class TrainingStep:
-    """An update: compiled and recorded where the loop would do so.
+    """A training step, compiled and captured in a CUDA graph if the training loop would do so.
 
     Args:
-        model: on the device.
-        batch: likewise, with ``labels``.
-        num_targets: how many of them count.
-        run: says precision and optimiser.
+        model: model on the device.
+        batch: batch on the device, with ``labels``.
+        num_targets: number of labels that count.
+        run: configuration with precision and optimiser.
     """
 
     def __init__(self, model: PreTrainedModel, batch: dict[str, Tensor], num_targets: int, run: RunConfig) -> None:
@@ -42,7 +42,7 @@ class TrainingStep:
         self._graphs: GraphedStep | None = None
 
     def train(self) -> None:
-        """One update."""
+        """Run one update."""
         if self._graphs is None:
             self._pass(self.batch, self._targets, self._scale)
         else:
@@ -51,7 +51,7 @@ class TrainingStep:
         self._optimizer.zero_grad(set_to_none=self._graphs is None)
 
     def loss_and_gradient(self) -> tuple[Tensor, Tensor]:
-        """The loss, and the gradients of all weights in one row. Changes nothing."""
+        """Return the loss and the flat gradient of all weights, without changing the model."""
         loss = self._pass(self.batch, self._targets, self._scale)
         gradient = torch.cat([each.grad.flatten() for each in self.model.parameters() if each.grad is not None])
         self._optimizer.zero_grad()
@@ -61,8 +61,10 @@ class TrainingStep:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def measure_peak(self, before: int) -> int | None:
-        """Bytes of an update, with weights, moments and activations, over those ``before`` there was a model; ``None``
-        on a CPU: nobody counts."""
+        """Return the peak memory of an update in bytes, with weights, moments and activations, beyond ``before``.
+
+        ``before`` is the allocation before the model was built. Returns ``None`` on a CPU, where memory is not counted.
+        """
         self.train()
         if self.device.type != "cuda":
             return None
@@ -73,7 +75,7 @@ class TrainingStep:
         return torch.cuda.max_memory_allocated(self.device) - before
 
     def record(self) -> bool:
-        """Make the update a CUDA graph if the loop would. The second call of a shape is the one that is recorded."""
+        """Capture the update in a CUDA graph if the training loop would; the second call of a shape does so."""
         strategy = SingleDeviceStrategy(self.device)
         if graphs.unsupported(self.model, self.device, strategy, self.precision) is not None:
             return False
@@ -92,7 +94,7 @@ class TrainingStep:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """What is in use now; 0 on a CPU: nobody counts."""
+    """Bytes that are allocated now; 0 on a CPU, where they are not counted."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 

@@ -1,8 +1,8 @@
-"""What every row is measured by: softmax with all the heads, computed as fast as anything computes it.
+"""The reference of every row: softmax with all heads on the fastest kernel.
 
-That is the fastest of the stock kernels and our own. Beside it stands the fastest of the stock kernels alone, which is
-what a user without this library has. The first ratio, ``x``, says what fewer heads save; the second, ``x stock``, what
-one gains by changing to them, a better kernel included. The first is never the larger one.
+That is the fastest of the stock kernels and our own. A second reference is the fastest stock kernel alone, which a user
+without this library has. The first ratio, ``x``, shows the gain from fewer heads. The second, ``x stock``, shows the
+gain from switching to this library, which includes a better kernel. The first is never the larger one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 Record = dict[str, Any]
 
 PREDATES = "This run was made before softmax with all the heads went through our own kernel, too: "
-"""What the docs say of an old result, which then goes on with what it lacks."""
+"""Sentence in the docs about an old result, which is followed by what it lacks."""
 LACKS = {
     "attention": "it has no `x`, only `x stock`.",
     "retrieval": "it has no `x`, only `x stock`.",
@@ -24,23 +24,23 @@ LACKS = {
 
 
 def is_stock(record: Record) -> bool:
-    """Whether a record of softmax is that of a stock kernel: it names the kernel, others name a backend."""
+    """Whether a record of softmax is of a stock kernel: such a record names the kernel, others name a backend."""
     return "kernel" in record
 
 
 def fastest(records: Iterable[Record], time: str) -> Record | None:
-    """The record with the least of some time, of those that have it."""
+    """Return the record with the smallest value of ``time``, among those that have it."""
     timed = [record for record in records if record.get(time) is not None]
     return min(timed, key=lambda record: float(record[time])) if timed else None
 
 
 def ratios_of_all(row: Record, softmax: Sequence[Record], directions: Mapping[str, str]) -> Record:
-    """What the JSON says of a row beside the fastest softmax of all.
+    """Return the ratios of the fastest softmax of all to a row, for the JSON.
 
     Args:
-        row: with times.
-        softmax: records with all the heads, of stock kernels and of our own.
-        directions: the name of the time of each direction, ``{"forward": "forward_ms"}`` for example.
+        row: a record with times.
+        softmax: records with all heads, of stock kernels and our own.
+        directions: key of the time of each direction, for example ``{"forward": "forward_ms"}``.
     """
     found: Record = {}
     for direction, time in directions.items():
@@ -55,8 +55,10 @@ def ratios_of_all(row: Record, softmax: Sequence[Record], directions: Mapping[st
 
 
 def summary(softmax: Sequence[Record], directions: Mapping[str, str]) -> Record | None:
-    """The row of the tables: the fastest of all, which may be another one in each direction; ``None`` where our own
-    kernel was not measured with all the heads."""
+    """Return the row of the fastest softmax of all, which may be a different one in each direction.
+
+    Returns ``None`` if our own kernel was not measured with all heads.
+    """
     if not any(not is_stock(record) for record in softmax):
         return None
     found: Record = {**softmax[0], "peak_bytes": None}
@@ -72,7 +74,7 @@ def summary(softmax: Sequence[Record], directions: Mapping[str, str]) -> Record 
 
 
 def show_way(record: Record) -> str:
-    """The stock kernel, or the backend."""
+    """Return the name of the stock kernel or of the backend."""
     if "way" in record:
         return str(record["way"])
     return f"SDPA {record['kernel']}" if is_stock(record) else str(record["backend"])

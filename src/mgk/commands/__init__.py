@@ -1,1 +1,1 @@
-"""What the command line does, one file for each group of commands. They may use every part of the library."""
+"""The commands of the command line, one file for each group. They may use every part of the library."""

@@ -1,4 +1,4 @@
-"""``mgk analyze``: look into a trained model."""
+"""``mgk analyze``: analyse the attention of a trained model."""
 
 from __future__ import annotations
 
@@ -27,45 +27,50 @@ if TYPE_CHECKING:
 
 RUN_CONFIG = "config.yaml"
 DEFAULT_FOLDER = "analysis"
-# Of a model that has neither a position table nor data to say how long its texts are.
+# Length of the batch for a model without a position table and without data that tells the length of its texts.
 LONGEST = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is to be analysed, and where it comes from."""
+    """A model to analyse, with a batch for it and their origin."""
 
     model: PreTrainedModel
-    """On the CPU."""
+    """The model, on the CPU."""
     inputs: Mapping[str, Tensor]
-    """A batch for it."""
+    """A batch for the model."""
     source: str
-    """Where the batch is from, in words."""
+    """Origin of the batch, in words."""
     curves: LearningCurves | None = None
-    """Of its training."""
+    """Learning curves of its training, if it comes from a run."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What else is worth keeping beside the numbers."""
+    """Further facts to store with the numbers."""
 
 
 def analyze(
     folder: Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run, or of a saved model.")],
-    to: Annotated[Path | None, typer.Option("--to", help="Where figures and numbers go; default: analysis/ there.")] = (
-        None
-    ),
-    text: Annotated[
-        Path | None, typer.Option(help="Read this file, as bytes or with the model's tokenizer, instead of its data.")
-    ] = None,
-    split: Annotated[str, typer.Option(help="Which part of the data of a run.")] = "test",
-    samples: Annotated[int, typer.Option(min=1, help="Sequences in the batch.")] = 1,
-    tokens: Annotated[int | None, typer.Option(min=2, help="Cut sequences to so many tokens.")] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option("--to", help="Output folder for figures and numbers; default: analysis/ inside RUN_OR_MODEL."),
+    ] = (None),
+    text: Annotated[Path | None, typer.Option(help="Text file to analyse instead of the run's data.")] = None,
+    split: Annotated[str, typer.Option(help="Split of the run's data: train, valid or test.")] = "test",
+    samples: Annotated[int, typer.Option(min=1, help="Number of sequences in the batch.")] = 1,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Length in tokens to which sequences are cut.")] = None,
     queries: Annotated[
-        int, typer.Option(min=0, help="Rows of an attention matrix to look at, evenly spaced; 0: all, which is slow.")
+        int,
+        typer.Option(
+            min=0, help="Number of evenly spaced rows of each attention matrix to analyse; 0 is all, which is slow."
+        ),
     ] = 1024,
     source: Source = None,
     device: Device = "auto",
 ) -> None:
-    """Analyse a model on a batch of its data: attention maps, rank, head redundancy, query density, learned mixtures,
-    responsibilities, learning curves. Writes a figure for each, and all numbers as one JSON file."""
+    """Analyse the attention of a model on a batch of its data.
+
+    Writes figures of attention maps, rank, head redundancy, query density, learned mixtures,
+    responsibilities and learning curves, and one JSON file with all numbers.
+    """
     from mgk.analysis.findings import NUMBERS
 
     target = folder / DEFAULT_FOLDER if to is None else to
@@ -83,13 +88,13 @@ def analyze(
 
 @dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """What came of an analysis."""
+    """The result of an analysis."""
 
     findings: Findings
     pictures: list[Path]
-    """The figures that were drawn."""
+    """Paths of the figures."""
     source: str
-    """Where the batch is from, in words."""
+    """Origin of the batch, in words."""
 
 
 def analyze_folder(
@@ -105,19 +110,19 @@ def analyze_folder(
     device: str = "auto",
     progress: Callable[[str], None] = lambda name: None,
 ) -> Analysis:
-    """Analyse the model in a folder, and write figures and numbers; the numbers come last, and whole or not at all.
+    """Analyse the model in a folder, and write figures and numbers. The numbers are written last and atomically.
 
     Args:
-        folder: of a run, or of a saved model.
-        target: where figures and numbers go.
-        text: a file to read instead of the data of the run.
-        split: of that data.
-        samples: sequences in the batch.
-        tokens: to cut them to.
-        queries: rows of an attention matrix to look at; ``None``: all.
-        source: folder of the raw files, where the data has yet to be prepared.
+        folder: folder of a run, or of a saved model.
+        target: output folder for figures and numbers.
+        text: text file to use instead of the data of the run.
+        split: split of the run's data.
+        samples: number of sequences in the batch.
+        tokens: length to which they are cut.
+        queries: number of rows of an attention matrix to analyse; ``None`` is all.
+        source: folder of the raw files, needed if the data is not prepared yet.
         device: ``cpu``, ``cuda`` or ``auto``.
-        progress: told which analysis comes next.
+        progress: called with the name of each analysis before it starts.
     """
     import torch
 
@@ -139,8 +144,8 @@ def analyze_folder(
 
 
 def summary(findings: Findings, title: str) -> Table:
-    """A row for each layer: means over heads and samples."""
-    # Ten columns, which lines between them would leave no room in a window of 80 letters.
+    """Return a table with a row for each layer: means over heads and samples."""
+    # The table has ten columns and no lines between them, so that it fits a terminal of 80 characters.
     table = Table(title=escape(title), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("layer")
     for name in (
@@ -178,15 +183,15 @@ def open_subject(
     tokens: int | None = None,
     source: Path | None = None,
 ) -> Subject:
-    """The model in a folder, and a batch for it: of a text file, of its data, or else of random tokens.
+    """Load the model in a folder, with a batch from a text file, from its data, or else of random tokens.
 
     Args:
-        folder: of a run, whose best model is taken, or of a saved model.
-        text: a file to read.
-        split: of the data of a run.
-        samples: sequences in the batch.
-        tokens: to cut them to.
-        source: folder of the raw files, where the data of a run has yet to be prepared.
+        folder: folder of a run, whose best model is loaded, or of a saved model.
+        text: text file to read.
+        split: split of the run's data.
+        samples: number of sequences in the batch.
+        tokens: length to which they are cut.
+        source: folder of the raw files, needed if the data of a run is not prepared yet.
     """
     from mgk.analysis.saved_model import MODEL_CONFIG, load_model
 
@@ -228,7 +233,7 @@ def _open_run(
 
 
 def _corpus(config: RunConfig, source: Path | None) -> Corpus | None:
-    """The data of a run if it is prepared, can be generated, or lies where it was told to be."""
+    """Return the data of a run if it is prepared, can be generated, or can be prepared from ``source``."""
     from mgk.data.errors import DataError
     from mgk.data.registry import find_kind, open_corpus
     from mgk.training.corpora import default_folder, open_or_prepare
@@ -244,7 +249,7 @@ def _corpus(config: RunConfig, source: Path | None) -> Corpus | None:
 def corpus_batch(
     model: MGKConfig, config: RunConfig, corpus: Corpus, split: str, samples: int, tokens: int | None
 ) -> tuple[dict[str, Tensor], str]:
-    """The first samples of a split as a batch for the model, and what to call it."""
+    """Return the first samples of a split as a batch for the model, and a description of it."""
     import numpy as np
     import torch
 
@@ -287,7 +292,7 @@ def corpus_batch(
 
 
 def count_samples(config: RunConfig, corpus: Corpus, split: str) -> int:
-    """How many samples a batch of a split can have: all of them."""
+    """Number of samples in a split."""
     content = corpus.splits[split]
     if config.task == "language":
         return len(content.sequences["text"].tokens) // config.data.longest
@@ -307,7 +312,7 @@ def _first_rows(samples: int, count: int, split: str) -> Any:
 def _text_or_random(
     model: PreTrainedModel, folder: Path, text: Path | None, samples: int, tokens: int | None
 ) -> tuple[dict[str, Tensor], str]:
-    """A batch that needs no data: pieces of a text file, or random tokens."""
+    """Return a batch from a text file or of random tokens, and a description of it."""
     import torch
 
     config: MGKConfig = model.config
@@ -329,16 +334,16 @@ def _text_or_random(
         said = f"{samples} x {length} tokens of {text.name}"
     inputs = {"input_ids": ids}
     if type(model).__name__ == "MGKForSequencePairClassification":
-        # Only the first sequence of a pair is analysed.
+        # Only the first sequence of a pair is analysed, so the second may be short.
         inputs["pair_input_ids"] = ids[:, :2]
     if config.is_encoder_decoder:
-        # A translation is not at hand: the decoder reads what the encoder reads, as far as its vocabulary goes.
+        # There is no translation, so the decoder reads the source, clamped to its vocabulary.
         inputs["decoder_input_ids"] = ids.clamp(max=config.vocab_size - 1)
     return inputs, said
 
 
 def _read(text: Path, folder: Path, config: MGKConfig) -> list[int]:
-    """A text file as tokens: those of the tokenizer beside the model, or else bytes."""
+    """Tokenise a text file with the tokenizer beside the model, or as bytes if there is none."""
     try:
         content = text.read_bytes()
     except OSError as error:
@@ -349,7 +354,7 @@ def _read(text: Path, folder: Path, config: MGKConfig) -> list[int]:
 
         found = AutoTokenizer.from_pretrained(side)
         return list(found(content.decode(errors="replace"))["input_ids"])
-    # As the corpora of bytes are numbered: 0 is padding, unless the vocabulary has room for the bytes alone.
+    # Bytes are numbered as in our byte corpora: from 1, since 0 is padding, unless the vocabulary has just 256 entries.
     vocabulary = config.source_vocab_size or config.vocab_size
     if vocabulary < 256:
         raise ValueError(f"--text needs a vocabulary of 256 or more to read bytes, or a tokenizer, got {vocabulary}")

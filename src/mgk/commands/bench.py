@@ -1,4 +1,4 @@
-"""``mgk bench``: speed and memory of attention, and of a model end to end."""
+"""``mgk bench``: measure speed and memory of attention, and of a model end to end."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ if TYPE_CHECKING:
     from mgk.benchmark.timing import Report
     from mgk.training.tracking import Display
 
-app = typer.Typer(help="Speed and memory, next to stock softmax in the same run.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure speed and memory next to stock softmax attention in the same run.", no_args_is_help=True
+)
 
 PAGE = Path("docs/benchmarks.md")
 RESULTS, SCRATCH = Path("results/bench"), Path("runs/bench")
 
-Presets = Annotated[list[str] | None, typer.Option("--preset", help="A preset; may be given again for more.")]
+Presets = Annotated[list[str] | None, typer.Option("--preset", help="Attention preset; repeat the option for several.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
 Quick = Annotated[
-    bool, typer.Option("--quick", help="A little of everything, to see it work; its JSON goes to runs/bench.")
+    bool, typer.Option("--quick", help="Measure a few small cases, as a trial; the JSON goes to runs/bench.")
 ]
-Output = Annotated[Path | None, typer.Option(help="The JSON; default: results/bench/NAME-DEVICE.json.")]
+Output = Annotated[Path | None, typer.Option(help="JSON file to write; default: results/bench/NAME-DEVICE.json.")]
 
 
 @app.command()
@@ -33,35 +35,33 @@ def attention(
     presets: Presets = None,
     shapes: Annotated[
         list[str] | None,
-        typer.Option("--shape", help="B,H,N,D or B,H,N,D,causal, again for more; presets get half of the H heads."),
+        typer.Option("--shape", help="B,H,N,D or B,H,N,D,causal; repeat for several. Presets get half of the H heads."),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="float32, float16, bfloat16; auto: bfloat16 on a GPU, float32 on a CPU.")
+        str, typer.Option(help="float32, float16, bfloat16, or auto: bfloat16 on a GPU, float32 on a CPU.")
     ] = "auto",
     backends: Annotated[
         list[str] | None,
         typer.Option(
             "--backend",
-            help="triton, sdpa, chunked, eager (the paper's code), flex (PyTorch's FlexAttention), reference or auto.",
+            help="Backend of the presets: triton, sdpa, chunked, eager (the paper's way), flex, reference or auto.",
         ),
     ] = None,
     quick: Quick = False,
     sweep: Annotated[
-        bool | None, typer.Option("--sweep/--no-sweep", help="Go through the lengths as well; --quick does not.")
+        bool | None, typer.Option("--sweep/--no-sweep", help="Also measure a range of lengths; off with --quick.")
     ] = None,
     output: Output = None,
     resume: Annotated[
         bool,
-        typer.Option(
-            "--resume", help="Go on with the result at --output, if any: measure shapes and lengths it lacks."
-        ),
+        typer.Option("--resume", help="Complete the result at --output: measure only what it lacks."),
     ] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw time and memory against the length into this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="File for a plot of time and memory against the length.")] = None,
     device: Device = "auto",
 ) -> None:
-    """Attention: presets with half the heads against softmax through every stock kernel and our own, both directions.
+    """Measure attention, forward and backward: presets with half the heads against softmax on every kernel.
 
-    Each is compared with fp64 first. One that is wrong gets no number, and the command ends with status 1.
+    Every contestant is first compared with fp64. A wrong one gets no number, and the command ends with status 1.
     """
     from mgk.benchmark import parts, result, table
     from mgk.benchmark.attention import compare
@@ -86,7 +86,7 @@ def attention(
     console, heard = _console(), set[str]()
 
     def keep(comparison: Comparison) -> None:
-        """After every shape: what is measured stays, whatever becomes of the rest."""
+        """Write the result after every shape, so that measurements survive a crash."""
         result.add(found, comparison)
         write(path, joined())
 
@@ -123,13 +123,17 @@ def attention(
 @app.command()
 def retrieval(
     presets: Presets = None,
-    pairs: Annotated[int | None, typer.Option(min=1, help="Pairs of documents in a batch; 32 on a GPU.")] = None,
-    tokens: Annotated[int | None, typer.Option(min=1, max=4096, help="Bytes of a document; 4096 on a GPU.")] = None,
+    pairs: Annotated[
+        int | None, typer.Option(min=1, help="Document pairs in a batch; default: 32 on a GPU, fewer on a CPU.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Bytes in a document; default: 4096 on a GPU, fewer on a CPU.")
+    ] = None,
     quick: Quick = False,
     output: Output = None,
     device: Device = "auto",
 ) -> None:
-    """A training step of the Long Range Arena Retrieval model: 4 heads of a preset against 8 of softmax."""
+    """Measure a training step of the Long Range Arena Retrieval model: 4 heads of a preset against 8 of softmax."""
     from mgk.benchmark import result, table
     from mgk.benchmark import retrieval as measurement
     from mgk.benchmark.plan import check_presets, usual_effort
@@ -163,16 +167,18 @@ def decode(
     presets: Presets = None,
     shapes: Annotated[
         list[str] | None,
-        typer.Option("--shape", help="B,H,N,D with N tokens in the cache, again for more; presets get half the heads."),
+        typer.Option(
+            "--shape", help="B,H,N,D with N cached tokens; repeat for several. Presets get half of the H heads."
+        ),
     ] = None,
     writes: Annotated[
-        bool, typer.Option("--generation/--no-generation", help="Let whole models write as well, end to end.")
+        bool, typer.Option("--generation/--no-generation", help="Also measure whole models end to end.")
     ] = True,
     quick: Quick = False,
     output: Output = None,
     device: Device = "auto",
 ) -> None:
-    """Generation: a step of attention to a long cache, and tokens per second of a decoder with it."""
+    """Measure generation: one step of attention to a long cache, and tokens per second of a whole decoder."""
     from mgk.benchmark import decode as measurement
     from mgk.benchmark import generation, result, table
     from mgk.benchmark.contestants import baselines, mixtures, own_softmax
@@ -218,14 +224,19 @@ def linear(
     presets: Presets = None,
     shapes: Annotated[
         list[str] | None,
-        typer.Option("--shape", help="B,H,N,D or B,H,N,D,causal, again for more; presets get half of the H heads."),
+        typer.Option("--shape", help="B,H,N,D or B,H,N,D,causal; repeat for several. Presets get half of the H heads."),
     ] = None,
-    sweep: Annotated[bool, typer.Option("--sweep/--no-sweep", help="Find where softmax is overtaken.")] = True,
+    sweep: Annotated[
+        bool,
+        typer.Option(
+            "--sweep/--no-sweep", help="Also find the length from which linear attention is faster than softmax."
+        ),
+    ] = True,
     quick: Quick = False,
     output: Output = None,
     device: Device = "auto",
 ) -> None:
-    """Linear attention: mlk and smlk with half the heads against linear and softmax, and where softmax is overtaken."""
+    """Measure linear attention: mlk and smlk with half the heads against linear and softmax attention."""
     from mgk.benchmark import linear as measurement
     from mgk.benchmark import result, table
     from mgk.benchmark.cells import show_crossover
@@ -240,7 +251,7 @@ def linear(
     judge = Judge(plan.dtype, where)
     found = result.begin("linear", where, {**plan.facts(), "quick": quick})
     console, heard = _console(), set[str]()
-    # The stock kernels that are ever the fastest: the others take most of the time of such a run.
+    # Only stock kernels that can be the fastest: the others would take most of the time.
     contestants = [
         *linears(plan.presets, plan.backends[0]), *baselines(where, ("cudnn", "flash")), own_softmax(where)
     ]  # fmt: skip
@@ -275,13 +286,15 @@ def linear(
 @app.command()
 def packed(
     presets: Presets = None,
-    reviews: Annotated[int | None, typer.Option(min=1, help="Reviews in a batch; 32 on a GPU.")] = None,
+    reviews: Annotated[
+        int | None, typer.Option(min=1, help="Reviews in a batch; default: 32 on a GPU, fewer on a CPU.")
+    ] = None,
     source: Annotated[Path | None, typer.Option("--data", help="Folder of the raw files; default: $MGK_DATA.")] = None,
     quick: Quick = False,
     output: Output = None,
     device: Device = "auto",
 ) -> None:
-    """A training step on reviews of IMDb at their real lengths: packed, next to padded to 4,096 bytes."""
+    """Measure a training step on IMDb reviews at their real lengths: packed, next to padded to 4,096 bytes."""
     from mgk import recipes
     from mgk.benchmark import packed as measurement
     from mgk.benchmark import result, table
@@ -402,10 +415,10 @@ def rows(
 
 @app.command()
 def plot(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON of mgk bench attention.")],
-    to: Annotated[Path | None, typer.Option("--to", help="The picture; default: beside the JSON.")] = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON file of mgk bench attention.")],
+    to: Annotated[Path | None, typer.Option("--to", help="Image file to write; default: beside the JSON file.")] = None,
 ) -> None:
-    """Draw time and memory against the length, from a result."""
+    """Plot time and memory against the length, from the JSON of mgk bench attention."""
     from mgk.benchmark import result
     from mgk.benchmark.plot import draw
 
@@ -416,16 +429,17 @@ def plot(
 
 @app.command("merge")
 def write_merged(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Results of mgk bench attention.")],
-    output: Annotated[Path, typer.Option(help="The joined JSON.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="JSON files of mgk bench attention.")],
+    output: Annotated[Path, typer.Option(help="JSON file to write.")],
     sweep: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Another one, of which the sweep over lengths is taken alone.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Another such file, of which only the sweep over lengths is used."),
     ] = None,
 ) -> None:
     """Join results of mgk bench attention that were measured in several calls.
 
-    They must be of one device, one dtype and the same versions, and no shape may be in two of them. The result says of
-    every call when it began, how it was configured and what it measured.
+    They must come from the same device, dtype and versions, and no two may contain the same shape.
+    The joined file records when each call began, how it was configured and what it measured.
     """
     from mgk.benchmark import parts
     from mgk.training.result import write
@@ -439,10 +453,10 @@ def write_merged(
 
 @app.command("table")
 def write_table(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON of a benchmark.")],
-    page: Annotated[Path, typer.Option(help="The page that has a part for this file.")] = PAGE,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON file of a benchmark.")],
+    page: Annotated[Path, typer.Option(help="Page with a section for this file.")] = PAGE,
 ) -> None:
-    """Write the tables of a result into the docs, between the two comments that name its file, and its headline."""
+    """Write the tables and the headline of a result into the docs, between the comments that name its file."""
     from mgk.benchmark import result
     from mgk.benchmark.markdown import headline, tables
     from mgk.benchmark.page import rewrite
@@ -454,10 +468,12 @@ def write_table(
 
 @app.command("choose")
 def write_choice(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON of mgk bench attention on a GPU.")],
-    to: Annotated[Path | None, typer.Option("--to", help="The table; default: the one that the library reads.")] = None,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON file of mgk bench attention on a GPU.")],
+    to: Annotated[
+        Path | None, typer.Option("--to", help="Table to write; default: the one that the library reads.")
+    ] = None,
 ) -> None:
-    """Write the table by which `auto` gives plain softmax to our own kernel where that was measured to be faster."""
+    """Write the table of cases in which `auto` runs plain softmax on our own kernel, because it was measured faster."""
     from mgk.benchmark import result
     from mgk.benchmark.softmax_choice import choose
     from mgk.ops import softmax_kernel
@@ -483,14 +499,14 @@ def _find_device(name: str) -> torch.device:
 
 
 def _default_output(kind: str, device: torch.device, quick: bool) -> Path:
-    """A quick result must not stand where a real one does."""
+    """Path of the JSON file, which for a quick run is not among the real results."""
     from mgk.benchmark.result import short_name
 
     return (SCRATCH if quick else RESULTS) / f"{kind}-{short_name(device)}.json"
 
 
 def _console() -> Console:
-    """Wide enough for the tables where nobody's terminal says how wide."""
+    """Console that is wide enough for the tables if the output is not a terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=140)
 
@@ -502,7 +518,7 @@ def _display() -> Display:
 
 
 def _follow(display: Display, name: str) -> Report:
-    """A row of the display that shows how far a measurement is."""
+    """Return a callback that shows the progress of a measurement in a row of the display."""
     row: Any = None
 
     def report(done: int, total: int, text: str) -> None:
@@ -515,7 +531,7 @@ def _follow(display: Display, name: str) -> Report:
 
 
 def _say_notes(console: Console, found: Comparison, heard: set[str]) -> None:
-    """What is wrong, and what was left out, every reason once."""
+    """Print the wrong contestants and the ones that were left out, each reason once."""
     from mgk.benchmark.table import notes, wrongs
 
     for style, lines in (("red", wrongs(found)), ("dim", notes(found))):

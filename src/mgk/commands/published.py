@@ -1,4 +1,4 @@
-"""``mgk import``: a checkpoint of the paper's authors as a model of ours."""
+"""``mgk import``: convert a checkpoint of the paper's authors."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ import typer
 
 
 def import_published(
-    checkpoint: Annotated[Path, typer.Argument(help="A .pt or .model file of transformer-mgk, or its safetensors.")],
-    folder: Annotated[Path, typer.Option("--to", help="Where the model goes: a new or empty folder.")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A .pt or .model file saved by transformer-mgk, or its state as safetensors.")
+    ],
+    folder: Annotated[Path, typer.Option("--to", help="Folder to write the model to, new or empty.")],
     heads: Annotated[
-        int | None, typer.Option(min=1, help="Heads; the weights tell it only where there are shifted keys.")
+        int | None, typer.Option(min=1, help="Number of heads; required unless the checkpoint has shifted keys.")
     ] = None,
     length: Annotated[
         int | None,
         typer.Option(
-            min=1, help="What sequences were padded to (default: the table of positions), or the window (default: 256)."
+            min=1,
+            help="Padded length (default: the table of positions), or the window of a language model (default: 256).",
         ),
     ] = None,
     cutoffs: Annotated[
-        str | None, typer.Option(help="Of the adaptive softmax; default: 20000,40000,200000 as for WikiText-103.")
+        str | None,
+        typer.Option(help="Cutoffs of the adaptive softmax; default: 20000,40000,200000 as for WikiText-103."),
     ] = None,
 ) -> None:
-    """Make a model folder from a checkpoint of the paper's authors. Nothing in their file is run."""
+    """Convert a checkpoint of the paper's authors to a model folder. No code in their file is run."""
     from transformers.utils import logging
 
     from mgk.data.store import checksum

@@ -1,4 +1,4 @@
-"""``mgk report``: runs side by side on one page."""
+"""``mgk report``: compare runs on one page."""
 
 from __future__ import annotations
 
@@ -10,23 +10,29 @@ import typer
 from rich.console import Console
 
 OUTPUT = Path("report.html")
-# Of a page that is still pleasant to mail and to open on a phone.
+# Size in bytes above which a page is unpleasant to mail or to open on a phone.
 LARGE = 8e6
 
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or results that were copied out of them.")
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or result files copied from them.")
     ],
-    output: Annotated[Path, typer.Option("--to", help="The HTML file.")] = OUTPUT,
-    title: Annotated[str | None, typer.Option(help="Heading of the page; default: the recipe's.")] = None,
-    examples: Annotated[int, typer.Option(min=0, help="Sequences to explore; 0: no attention explorer.")] = 2,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each, at most; the page grows by their square.")] = 64,
+    output: Annotated[Path, typer.Option("--to", help="HTML file to write.")] = OUTPUT,
+    title: Annotated[str | None, typer.Option(help="Title of the page; default: the title of the recipe.")] = None,
+    examples: Annotated[
+        int, typer.Option(min=0, help="Number of sequences in the attention explorer; 0 leaves it out.")
+    ] = 2,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens of each such sequence; the page grows with their square.")
+    ] = 64,
     source: Annotated[Path | None, typer.Option("--data", help="Folder of the raw files; default: $MGK_DATA.")] = None,
 ) -> None:
-    """Compare runs on one self-contained page: results, curves, an attention explorer, costs, how to make them again.
+    """Compare runs on one self-contained HTML page.
 
-    Runs that differ in their seed alone make one row. A run without a checkpoint is shown without the explorer.
+    Shows results, learning curves, an attention explorer, costs and the commands to repeat the runs.
+    Runs that differ only in their seed share a row.
+    A run without a checkpoint is shown without the explorer.
     """
     from mgk.analysis import write_report
     from mgk.analysis.report.comparison import compare_runs

@@ -1,4 +1,4 @@
-"""``mgk reproduce``: the tables and figures of the paper, from what is in ``results/``."""
+"""``mgk reproduce``: build the tables and figures of the paper from ``results/``."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ STYLES = {"holds": "green", "does not hold": "red", "complete": "green", "in par
 def reproduce(
     names: Annotated[
         list[str],
-        typer.Argument(metavar="NAME...", help="T1 ... T10, F1 ... F16, another page, or all."),
+        typer.Argument(
+            metavar="NAME...", help="Pages to write: T1 ... T10, F1 ... F16, the name of another page, or all."
+        ),
     ],
-    results: Annotated[Path, typer.Option(help="Where the results are.")] = Path("results"),
-    folder: Annotated[Path, typer.Option("--to", help="Where the pages go.")] = Path("docs/results"),
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds that each row should have.")] = 5,
+    results: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("results"),
+    folder: Annotated[Path, typer.Option("--to", help="Folder for the pages.")] = Path("docs/results"),
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds that each row should have.")] = 5,
     collect: Annotated[
         Path | None,
         typer.Option(
-            help="First copy what finished runs hold into the results: a folder of runs, or a sweep's archive."
+            help="Folder of runs, or archive of a sweep, whose finished runs are first copied into the results."
         ),
     ] = None,
     readme: Annotated[
         Path | None,
-        typer.Option(help="Whose results are filled in with all pages; default: README.md two folders above them."),
+        typer.Option(help="README to update if all pages are built; default: README.md two folders above them."),
     ] = None,
 ) -> None:
-    """Make tables and figures of the paper from our results, the paper's numbers beside ours, with verdicts.
+    """Build the tables and figures of the paper from our results, next to the paper's numbers, with verdicts.
 
-    What is missing is listed with the commands that make it, and the command ends with status 1.
+    If results are missing, lists the commands that produce them and ends with status 1.
     """
     from mgk.reproduction import collection, pages
     from mgk.reproduction.readme import fill, results_text
@@ -115,6 +117,6 @@ def _show_missing(built: Sequence[Page], results: Results, console: Console) -> 
     for each in missing:
         console.print(f"  {each.what}", highlight=False, markup=False, soft_wrap=True)
     console.print("commands that make it:", style="bold")
-    # Not wrapped, so that they can be copied.
+    # Commands are not wrapped, so that they can be copied.
     for command in dict.fromkeys(command for each in missing for command in each.commands):
         console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)

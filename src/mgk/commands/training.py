@@ -18,8 +18,8 @@ from mgk.data.kind import Progress, no_progress
 if TYPE_CHECKING:
     from mgk.training.configuration import RunConfig
 
-RECIPE = typer.Argument(help="A recipe (mgk recipes), or a path to a YAML file of your own.")
-CHANGES = typer.Argument(help="Changes of the recipe as key=value: seed=3 optimizer.lr=2e-4 model.dropout=0.2")
+RECIPE = typer.Argument(help="Name of a recipe (see mgk recipes), or path of your own YAML file.")
+CHANGES = typer.Argument(help="Values to override, as key=value: seed=3 optimizer.lr=2e-4 model.dropout=0.2")
 SOURCE = typer.Option("--data", help="Folder of the raw files; default: $MGK_DATA.")
 DEVICE = typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")
 RUNS = Path("runs")
@@ -36,9 +36,9 @@ def register(app: typer.Typer) -> None:
 
 
 def recipes(
-    name: Annotated[str | None, typer.Argument(help="Show this one whole.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Recipe to print in full.")] = None,
 ) -> None:
-    """The experiments that come with the library, with their rows and where their values come from."""
+    """List the recipes of the library, with their rows and the sources of their values."""
     import yaml
 
     import mgk.recipes
@@ -62,23 +62,25 @@ def recipes(
 def train(
     recipe: Annotated[str, RECIPE],
     changes: Changes = None,
-    attention: Annotated[str | None, typer.Option(help="A preset: softmax, gaussian, mgk, smgk, ...")] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Heads; the width of a head stays.")] = None,
-    row: Annotated[str | None, typer.Option(help="A row of the recipe, such as smgk-4 or softmax-8+qk_norm.")] = None,
+    attention: Annotated[str | None, typer.Option(help="Attention preset: softmax, gaussian, mgk, smgk, ...")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Number of heads; the width of a head is kept.")] = None,
+    row: Annotated[str | None, typer.Option(help="Row of the recipe, such as smgk-4 or softmax-8+qk_norm.")] = None,
     folder: Annotated[
-        Path | None, typer.Option("--to", help="Folder of the run; default: runs/RECIPE/ROW/seed-N.")
+        Path | None, typer.Option("--to", help="Folder for the run; default: runs/RECIPE/ROW/seed-N.")
     ] = None,
     source: Source = None,
-    resume: Annotated[str, typer.Option(help="auto, never, or the step of a checkpoint.")] = "auto",
+    resume: Annotated[
+        str, typer.Option(help="Checkpoint to resume from: auto (the newest), never, or its step.")
+    ] = "auto",
     device: Device = "auto",
-    devices: Annotated[int, typer.Option(min=1, help="Processes on each node, one device each.")] = 1,
-    nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
-    strategy: Annotated[str, typer.Option(help="ddp, fsdp2, or auto: ddp where there are several devices.")] = "auto",
+    devices: Annotated[int, typer.Option(min=1, help="Number of processes on each node, with one device each.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes.")] = 1,
+    strategy: Annotated[str, typer.Option(help="ddp, fsdp2, or auto: ddp if there are several devices.")] = "auto",
     results: Annotated[
-        Path | None, typer.Option(help="Put the result here as well, as RECIPE/ROW-seed-N.json.")
+        Path | None, typer.Option(help="Folder for a second copy of the result, written as RECIPE/ROW-seed-N.json.")
     ] = None,
 ) -> None:
-    """Train a model by a recipe, test the best one, and write its result. The same command goes on where it stopped."""
+    """Train a model by a recipe, test the best checkpoint and write the result. Repeat the command to resume."""
     import mgk.recipes
     from mgk.recipes.row import parse_row
 
@@ -103,7 +105,7 @@ def train(
 
 
 def train_command(recipe: str, arguments: Sequence[str]) -> str:
-    """What one types to make a run again; where its files lie is everybody's own business."""
+    """Return the command that repeats a run, without the folders of this machine."""
     return shlex.join(["mgk", "train", recipe, *arguments])
 
 
@@ -120,7 +122,7 @@ def run(
     results: Path | None = None,
     command: str | None = None,
 ) -> dict[str, Any]:
-    """Launch, prepare the data, train, print the result. ``command`` is what the card of the model says made it."""
+    """Launch, prepare the data, train and print the result. ``command`` is recorded in the card of the model."""
     from mgk.training.corpora import open_or_prepare
     from mgk.training.distributed import build_fabric, on_first_rank
     from mgk.training.run import fit
@@ -129,7 +131,7 @@ def run(
     fabric = build_fabric(device=device, devices=devices, nodes=nodes, strategy=strategy)  # type: ignore[arg-type]
     fabric.launch()
     console = Console(stderr=True)
-    # One rank prepares, the others find it there.
+    # One rank prepares the data, and the others then open it.
     on_first_rank(fabric, lambda: open_or_prepare(config.data, source=source, progress=bar(console)))
     corpus = open_or_prepare(config.data, source=source)
     found = fit(config, folder, corpus, fabric, resume=resume, display=Display(console=console), command=command)
@@ -143,20 +145,20 @@ def run(
 
 def evaluate(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
-    split: Annotated[str, typer.Option(help="Which part of the corpus.")] = "test",
+    split: Annotated[str, typer.Option(help="Split of the corpus to evaluate on.")] = "test",
     stride: Annotated[
-        int, typer.Option(min=1, help="Language models: the sliding window moves by so many tokens; 1 as in the paper.")
+        int, typer.Option(min=1, help="Language models: tokens by which the sliding window moves; the paper uses 1.")
     ] = 1,
-    sliding: Annotated[bool, typer.Option(help="Language models: whether to slide a window at all.")] = True,
-    beams: Annotated[int, typer.Option(min=1, help="Translation: beams of the search.")] = 5,
+    sliding: Annotated[bool, typer.Option(help="Language models: also evaluate with a sliding window.")] = True,
+    beams: Annotated[int, typer.Option(min=1, help="Translation: number of beams.")] = 5,
     length_penalty: Annotated[
-        float, typer.Option(help="Translation: above 1 prefers longer ones (WMT'14: 0.6).")
+        float, typer.Option(help="Translation: exponent of the length; above 1 prefers longer sentences (WMT'14: 0.6).")
     ] = 1.0,
     source: Source = None,
     device: Device = "auto",
-    precision: Annotated[str, typer.Option(help="fp32, bf16, fp16; auto: as the recipe says.")] = "auto",
+    precision: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: the precision of the recipe.")] = "auto",
 ) -> None:
-    """Test the best model of a run the way the paper does, beside what needs no transformer."""
+    """Test the best model of a run with the paper's protocol, next to simple baselines."""
     from mgk.training.evaluate import evaluate_run
 
     console = Console(stderr=True)
@@ -175,33 +177,39 @@ def evaluate(
 def sweep(
     recipe: Annotated[str | None, RECIPE] = None,
     changes: Changes = None,
-    rows: Annotated[str | None, typer.Option(help="Rows, separated by spaces; default: all of the recipe.")] = None,
-    seeds: Annotated[str | None, typer.Option(help="Seeds: 0-4, or 0,3,7; default: 0.")] = None,
-    plan: Annotated[
-        Path | None, typer.Option(help="A YAML file of cells instead of a recipe, the most wanted first.")
+    rows: Annotated[
+        str | None, typer.Option(help="Rows to run, separated by spaces; default: all rows of the recipe.")
     ] = None,
-    jobs: Annotated[str, typer.Option(help="Cells at once, each in a process of its own; auto: as many as fit.")] = "1",
-    folder: Annotated[Path, typer.Option("--to", help="Where the runs go.")] = RUNS,
+    seeds: Annotated[str | None, typer.Option(help="Seeds to run, as 0-4 or 0,3,7; default: 0.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="YAML file that lists the runs by priority, instead of a recipe.")
+    ] = None,
+    jobs: Annotated[
+        str, typer.Option(help="Number of runs at once, each in its own process; auto: as many as fit on the device.")
+    ] = "1",
+    folder: Annotated[Path, typer.Option("--to", help="Folder for the runs.")] = RUNS,
     source: Source = None,
     device: Device = "auto",
-    results: Annotated[Path | None, typer.Option(help="Put every result here as well.")] = None,
+    results: Annotated[Path | None, typer.Option(help="Folder for a second copy of every result.")] = None,
     seconds: Annotated[
-        float | None, typer.Option("--time", min=1, help="Save everything and stop before so many seconds are over.")
+        float | None,
+        typer.Option("--time", min=1, help="Time limit in seconds, within which every run saves and stops."),
     ] = None,
-    analyze: Annotated[bool, typer.Option("--analyze", help="Analyse each cell right after its end.")] = False,
+    analyze: Annotated[bool, typer.Option("--analyze", help="Analyse each run when it has finished.")] = False,
     evaluate: Annotated[
         str | None,
         typer.Option(
-            help="Evaluate each language model and translator right after its end, as mgk evaluate does, on these "
-            "splits, separated by spaces: test, or 'valid test'. Windows slide as the pages of results want it."
+            help="Splits on which to evaluate each finished language model and translator, separated by spaces: test, "
+            "or 'valid test'. Windows slide by the step that the pages of results show."
         ),
     ] = None,
     archive: Annotated[
-        Path | None, typer.Option(help="Put what finished cells hold into this tar file, for mgk reproduce --collect.")
+        Path | None,
+        typer.Option(help="Tar file for the contents of finished runs, to be read by mgk reproduce --collect."),
     ] = None,
-    summary: Annotated[Path | None, typer.Option(help="Write what each cell took to this JSON file.")] = None,
+    summary: Annotated[Path | None, typer.Option(help="JSON file for the time that each run took.")] = None,
 ) -> None:
-    """Run every row of a recipe with every seed. Started again, it skips what is done and goes on with the rest."""
+    """Run every row of a recipe with every seed. Repeat the command to skip finished runs and resume the rest."""
     if (recipe is None) == (plan is None) or (plan is not None and (rows is not None or seeds is not None)):
         got = "neither" if recipe is None and plan is None else "both"
         raise ValueError(f"a sweep must have a recipe, with rows and seeds, or a --plan, which has its own, got {got}")
@@ -227,11 +235,11 @@ def sweep(
 
     module = "mgk.commands.sweep.cell_process"
     compilers = max(2, (os.cpu_count() or 1) // (count or 4))
-    # Else every cell would start as many as there are cores.
+    # Otherwise every cell would start as many compiler threads as there are cores.
     environment = {"TORCHINDUCTOR_COMPILE_THREADS": os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", str(compilers))}
-    # Where models are compiled, the compiler takes a while to import as well.
+    # On a GPU models may be compiled, and importing the compiler takes a while.
     compiler = ["torch._dynamo"] if device != "cpu" and torch.cuda.is_available() else []
-    # First of all: while this process imports what it needs, the one that forks the cells does the same.
+    # The launcher starts first, so that the fork server imports its modules while this process imports its own.
     with Launcher(f"{module}:work", [module, *compiler], environment=environment) as launcher:
         from mgk.commands.sweep.at_once import run_cells
         from mgk.commands.sweep.cell import cells_of
@@ -253,19 +261,19 @@ def sweep(
 
 
 def default_run(config: RunConfig, runs: Path = RUNS) -> Path:
-    """Where a run goes unless told."""
+    """Default folder of a run."""
     return runs / config.name / config.row / f"seed-{config.seed}"
 
 
 def write_copy(results: Path, found: dict[str, Any]) -> None:
-    """Put a result where those of many runs are, under the recipe that it agrees with."""
+    """Copy a result to the folder of results, under the recipe that it agrees with."""
     from mgk.reproduction.collection import write_result
 
     write_result(results, found)
 
 
 def parse_seeds(text: str) -> list[int]:
-    """``0-4`` or ``0,3,7``."""
+    """Parse seeds such as ``0-4`` or ``0,3,7``."""
     seeds: list[int] = []
     for part in text.split(","):
         first, separator, last = part.partition("-")
@@ -278,7 +286,7 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def parse_jobs(text: str) -> int | None:
-    """``auto`` is ``None``."""
+    """Parse a number of jobs; ``auto`` is ``None``."""
     if text == "auto":
         return None
     if not text.isdecimal() or int(text) < 1:
@@ -287,14 +295,14 @@ def parse_jobs(text: str) -> int | None:
 
 
 def bar(console: Console) -> Progress:
-    """A progress bar, where somebody sees it."""
+    """Return a progress bar, which is disabled if the output is not a terminal."""
     if not console.is_terminal:
         return no_progress
     return lambda steps, description, total=None: track(steps, description, total=total, console=console)
 
 
 def parse_resume(text: str) -> Any:
-    """``auto``, ``never`` or a step."""
+    """Parse ``auto``, ``never`` or a step."""
     if text in ("auto", "never"):
         return text
     if not text.isdigit():
@@ -303,7 +311,7 @@ def parse_resume(text: str) -> Any:
 
 
 def show_metric(name: str, value: Any) -> str:
-    """A metric for people. Accuracies are percent, as the paper has them."""
+    """Format a metric. Accuracies are in percent, as in the paper."""
     if not isinstance(value, float):
         return f"{value}"
     if name == "count":
@@ -312,7 +320,7 @@ def show_metric(name: str, value: Any) -> str:
 
 
 def _table(found: dict[str, Any]) -> Table:
-    """A result beside what the paper has, and what needs no transformer."""
+    """Return a table of a result next to the paper's numbers and simple baselines."""
     import mgk.recipes
 
     table = Table("", "value", title=f"{found['recipe']} {found['row']}, seed {found['seed']}")
@@ -320,7 +328,7 @@ def _table(found: dict[str, Any]) -> Table:
         for name, value in metrics.items():
             table.add_row(f"{split} {name}", show_metric(name, value))
     for name, value in mgk.recipes.published(found["recipe"], found["row"]).items():
-        # Its accuracies are percent already.
+        # The paper's accuracies are already in percent.
         unit = " %" if name.endswith("accuracy") else ""
         table.add_row(f"[dim]the paper: {name}[/dim]", f"[dim]{value:.2f}{unit}[/dim]")
     for name, value in found["baselines"].items():

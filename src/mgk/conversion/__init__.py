@@ -1,7 +1,7 @@
-"""Mixture attention in Hugging Face models that exist: Llama, Qwen, BERT, ViT and their like, weights included.
+"""Conversion of Hugging Face models, such as Llama, Qwen, BERT and ViT, to mixture attention with their weights.
 
-The import registers ``attn_implementation="mgk"``, which alone gives every model that uses transformers' attention
-interface the fused softmax of this library; :func:`convert` puts mixtures into the models of :data:`FAMILIES`.
+Importing this module registers ``attn_implementation="mgk"``, which gives every model that uses transformers' attention
+interface the fused softmax of this library. :func:`convert` puts mixtures into the models of :data:`FAMILIES`.
 """
 
 from mgk.conversion.attention import register

@@ -14,7 +14,7 @@ from mgk.ops.problem import Mixture
 
 NAME = "mgk"
 MIXTURE = "mixture"
-"""The submodule of an attention module that :func:`mgk.convert` adds."""
+"""Name of the submodule that :func:`mgk.convert` adds to an attention module."""
 
 _REFUSED = {
     "sliding_window": "sliding windows",
@@ -40,26 +40,26 @@ def attention(
     output_attentions: bool | None = False,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention with the mixture of ``module``, or fused softmax attention where it has none.
+    """Compute attention with the mixture of ``module``, or fused softmax attention if it has none.
 
-    transformers calls it; these are its arguments, among others that say nothing to an attention. Those that would
-    change what is computed are refused by name.
+    transformers calls this function with these arguments, and with others that are ignored, or refused by name if they
+    would change the result.
 
     Args:
         module: the attention module.
         query: ``[B, H, Nq, D]``.
-        key: ``[B, Hkv, Nk, D]``, or as M projected keys pass through the module.
+        key: ``[B, Hkv, Nk, D]``, or M projected keys in the layout in which they pass through the module.
         value: ``[B, Hkv, Nk, D]``.
         attention_mask: see :mod:`mgk.conversion.mask`.
-        scaling: of the products; ``None`` is ``1 / sqrt(D)``.
-        dropout: of the weights.
-        is_causal: instead of ``module.is_causal``.
-        cu_seq_lens_q: boundaries of packed sequences, where a collator gives them and the positions do not say so.
+        scaling: factor of the products; ``None`` is ``1 / sqrt(D)``.
+        dropout: dropout probability of the weights.
+        is_causal: overrides ``module.is_causal``.
+        cu_seq_lens_q: boundaries of packed sequences, if a collator passes them and the positions do not show them.
         output_attentions: whether to return the weights.
-        kwargs: everything else that transformers passes.
+        kwargs: further arguments of transformers.
 
     Returns:
-        ``[B, Nq, H, D]``, and the weights ``[B, H, Nq, Nk]`` or ``None``.
+        The output ``[B, Nq, H, D]``, and the weights ``[B, H, Nq, Nk]`` or ``None``.
     """
     for name, meaning in _REFUSED.items():
         if kwargs.get(name) is not None:
@@ -82,6 +82,6 @@ def attention(
 
 
 def register() -> None:
-    """Tell transformers of the attention function and, without which masks would not arrive, of its mask function."""
+    """Register the attention function with transformers, and its mask function, without which it would get no masks."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, compact_mask)

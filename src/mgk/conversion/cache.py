@@ -1,4 +1,4 @@
-"""Caches of transformers, when an attention module with projected keys fills them."""
+"""Caches of transformers for attention modules with projected keys."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from transformers.cache_utils import Cache, EncoderDecoderCache, StaticLayer
 
 
 class CacheCheck:
-    """Called before an attention module runs: its cache must hold keys as it makes them.
+    """A check, before an attention module runs, that its cache holds keys in the module's layout.
 
-    Each token has ``key_heads`` keys, M times the key/value heads for M projected keys. A static cache takes its sizes
-    from the keys alone, so where values have fewer heads it is given them here.
+    Each token has ``key_heads`` keys, M times the number of key/value heads for M projected keys. A static cache takes
+    its sizes from the keys alone, so if values have fewer heads, it is allocated here.
     """
 
     def __init__(self, layer_idx: int | None, key_heads: int, value_heads: int, head_dim: int) -> None:
@@ -23,7 +23,7 @@ class CacheCheck:
         self.head_dim = head_dim
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward pre-hook."""
+        """Run the check as a forward pre-hook."""
         cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
         if cache is None or self.layer_idx is None:
             return

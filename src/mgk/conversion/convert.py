@@ -40,35 +40,37 @@ def convert(
 ) -> PreTrainedModel:
     """Put mixture attention into a Hugging Face model, in place, and return the model.
 
-    Every attention of the model keeps its projections, rotations, norms and caches; what is computed from queries, keys
-    and values becomes :func:`mgk.mixture_attention`, with ``1 / scaling`` of the model as the variance. Its mixture is
-    the submodule ``mixture`` of each attention module. The model stays what it was to ``Trainer``, ``generate``, PEFT
-    and ``save_pretrained``; :func:`load_converted` loads what was saved.
+    Every attention module keeps its projections, rotations, norms and caches. Only the computation from queries, keys
+    and values is replaced by :func:`mgk.mixture_attention`, with ``1 / scaling`` of the model as the variance. The
+    mixture is the submodule ``mixture`` of each attention module. The model still works with ``Trainer``, ``generate``,
+    PEFT and ``save_pretrained``; :func:`load_converted` loads a saved one.
 
     Args:
         model: a model of a family in :data:`mgk.conversion.FAMILIES`, on any device.
-        attention: a preset of :func:`mgk.build_attention`, but for the linear ones.
-        num_heads: query heads; ``None`` keeps them. Fewer merge: queries, keys and values are averaged over the heads
-            that become one, output projections added up.
-        num_kv_heads: key/value heads; ``None`` keeps them, or as many as there are query heads where there were. Fewer
-            are averaged, as in the conversion to grouped-query attention.
-        components: keys per position, M; ``None`` is the preset's. Projected keys (``mgk``, ``softmax-mgk``) widen the
-            key projection to M keys a head, and the cache with it; shifted keys (``smgk``) keep one key a token.
-        start: ``"exact"``: the M keys of a dot product start equal, which is the old attention;
-            ``"near"``: a bias of each key takes ``|k|^2 / (2 variance)`` of the distance back, so that the first step
-            computes the old model, and fades out over ``fade_steps`` calls of :func:`mgk.conversion.advance_start`;
-            ``"immediate"``: the mixture takes over at once. ``"auto"`` is the first of them that the preset allows.
-        fade_steps: optimiser steps over which the bias of ``"near"`` fades out, linearly.
-        perturbation: how far equal keys are moved apart, relative to the size of their weights: equal components would
-            get equal gradients forever. It sums to zero over the components, so what the model computes changes by its
-            square only; 0 moves nothing.
-        pooling: which key/value heads become one: ``"neighbours"``, or ``"similar"``: those whose weights are most
-            alike, with the query heads regrouped to follow them.
-        learn_variance: learn a variance per key/value head and component.
-        variance_scale: variance over ``1 / scaling``, one number or one per component.
+        attention: a preset of :func:`mgk.build_attention`, except the linear ones.
+        num_heads: number of query heads; ``None`` keeps it. If there are fewer, heads are merged: their queries, keys
+            and values are averaged, and their output projections are added.
+        num_kv_heads: number of key/value heads; ``None`` keeps it, or if every query head had its own, keeps one for
+            each. If there are fewer, they are averaged, as in the conversion to grouped-query attention.
+        components: keys per position, M; ``None`` is that of the preset. Projected keys (``mgk``, ``softmax-mgk``)
+            widen the key projection, and with it the cache, to M keys per head; shifted keys (``smgk``) keep one key
+            per token.
+        start: how the converted model starts. With ``"exact"`` the M keys of a dot product start equal, which is the
+            original attention. With ``"near"`` a bias of each key cancels ``|k|^2 / (2 variance)`` of the distance, so
+            that the first step computes the original model, and fades out over ``fade_steps`` calls of
+            :func:`mgk.conversion.advance_start`. With ``"immediate"`` the mixture is used at once. ``"auto"`` is the
+            first of them that the preset allows.
+        fade_steps: optimiser steps over which the bias of ``"near"`` fades out linearly.
+        perturbation: how far equal keys are moved apart, relative to the size of their weights, because equal
+            components would get equal gradients forever. It sums to zero over the components, so the output changes
+            only by its square; 0 moves nothing.
+        pooling: which key/value heads are merged: ``"neighbours"``, or ``"similar"`` for those with the most similar
+            weights, with the query heads regrouped accordingly.
+        learn_variance: whether to learn a variance per key/value head and component.
+        variance_scale: variance divided by ``1 / scaling``, one number or one per component.
         shift_init_std: standard deviation of the initial shifts.
         backend: see :func:`mgk.mixture_attention`.
-        seed: of shifts and perturbations.
+        seed: seed of shifts and perturbations.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a PreTrainedModel of transformers, got {type(model).__name__}")
@@ -99,7 +101,7 @@ def convert(
         variance_scale=variance_scale if isinstance(variance_scale, (int, float)) else list(variance_scale),
         shift_init_std=shift_init_std, backend=backend,
     )  # fmt: skip
-    # Shifts are drawn from the generator of the CPU; whoever else draws from it draws what they would have drawn.
+    # Shifts are drawn from the generator of the CPU, whose state is restored afterwards.
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         install(model, record, pooling=pooling, noise=Perturbation(perturbation, seed))

@@ -1,43 +1,43 @@
-"""Which models can be converted, where their projections are, and which models are refused, and why."""
+"""The families of models that can be converted, with their projections, and those that are refused, with reasons."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-# How M projected keys of a head pass through the attention module of a family, which was written for one.
+# The ways in which M projected keys per head pass through an attention module that was written for one.
 AS_HEADS = "as heads"
-"""It asks its key projection how many heads there are: they pass as M times as many."""
+"""The module infers the number of heads from its key projection, so the keys pass as M times as many heads."""
 AS_POSITIONS = "as positions"
-"""It fixes the number of heads, not that of positions, and keeps no cache: they pass as M times as many positions."""
+"""The module fixes the number of heads but not of positions, and has no cache, so the keys pass as more positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Where the attention of one family of models keeps what a conversion changes."""
+    """The parts of a family's attention modules that a conversion changes."""
 
     attentions: tuple[str, ...]
-    """The classes of its attention modules."""
+    """Classes of its attention modules."""
     query: str = "q_proj"
     """Names of the projections in such a module."""
     key: str = "k_proj"
     value: str = "v_proj"
     output: str = "o_proj"
-    """A leading ``../`` is the module around it."""
+    """Name of the output projection; a leading ``../`` refers to the parent module."""
     fused: str | None = None
-    """The one projection of queries, keys and values, where there is one: ``"thirds"`` or ``"by head"`` names its
-    order."""
+    """Order of a joint projection of queries, keys and values, ``"thirds"`` or ``"by head"``; ``None`` if there is
+    none."""
     fused_name: str = ""
     norms: tuple[str, str] | None = None
-    """Norms of queries and keys over the width of all heads, whose gains follow the heads."""
+    """Norms of queries and keys over the width of all heads, whose gains are pooled with the heads."""
     projected: str | None = AS_HEADS
-    """How M projected keys pass through; ``None``: they do not."""
+    """How M projected keys pass through the module; ``None`` if they cannot."""
     is_grouped: bool = True
     """Whether there may be fewer key/value heads than query heads."""
     has_head_fields: bool = False
-    """Whether the configuration says ``num_key_value_heads`` and ``head_dim``, which then follow."""
+    """Whether the configuration has ``num_key_value_heads`` and ``head_dim``, which are then updated."""
     heads_attribute: str = ""
-    """The attribute of the module by which it shapes keys and values, where it does so by one."""
+    """Attribute of the module that gives the number of heads for keys and values, if there is one."""
 
 
 _LLAMA: dict[str, Any] = {"has_head_fields": True}
@@ -66,7 +66,7 @@ FAMILIES = {
     ),
     "bart": Family(attentions=("BartAttention",), output="out_proj"),
 }  # fmt: skip
-"""By ``config.model_type``. SmolLM and its like are Llamas."""
+"""Families by ``config.model_type``. SmolLM, for example, is a Llama."""
 
 REFUSED = {
     "gemma2": "caps its logits (softcap)",
@@ -83,11 +83,11 @@ REFUSED = {
     "swin": "adds a position bias to its logits",
     "beit": "adds a position bias to its logits",
 }
-"""Families whose attention is something else than a softmax of products, and what."""
+"""Families whose attention is not a softmax of products, with the reason."""
 
 
 def family_of(config: Any) -> Family:
-    """The family of a model, or one sentence on why it has none here."""
+    """Return the family of a model, or raise an error with the reason why it has none."""
     kind = config.model_type
     if kind in REFUSED:
         raise ValueError(f"a model of family {kind!r} cannot be converted: its attention {REFUSED[kind]}")

@@ -1,4 +1,4 @@
-"""Which old heads become one new head."""
+"""The merging of attention heads."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Groups = list[list[int]]
 
 
 class HeadPlan(NamedTuple):
-    """Old heads of each new one, in the order of the new ones: ``H / Hkv`` neighbouring queries share a key."""
+    """Old heads of each new head, in the order of the new: ``H / Hkv`` neighbouring query heads share a key head."""
 
     query: Groups
     key: Groups
 
 
 def check_heads(old: tuple[int, int], num_heads: int | None, num_kv_heads: int | None) -> tuple[int, int]:
-    """The new numbers of query heads and of key/value heads, from the old ones and what was asked for."""
+    """Return the new numbers of query and key/value heads, from the old ones and the arguments of the user."""
     old_heads, old_kv_heads = old
     new_heads = old_heads if num_heads is None else num_heads
     if num_kv_heads is None:
-        # As many as before; where every query head had its own, it keeps one of its own.
+        # The number is kept, but if every query head had its own key/value head, it keeps one of its own.
         num_kv_heads = new_heads if old_kv_heads == old_heads else old_kv_heads
     for name, new, before in (("num_heads", new_heads, old_heads), ("num_kv_heads", num_kv_heads, old_kv_heads)):
         if new < 1 or before % new != 0:
@@ -37,9 +37,9 @@ def check_heads(old: tuple[int, int], num_heads: int | None, num_kv_heads: int |
 def plan_heads(
     old: tuple[int, int], new: tuple[int, int], query: Tensor | None = None, key_value: Tensor | None = None
 ) -> HeadPlan:
-    """Neighbours become one; with the heads' weights ``[heads, any]``, those that are most alike.
+    """Plan the merging of neighbours or, given weights ``[heads, any]``, of the most similar heads.
 
-    Query heads stay with their key/value head, so the former are put into a new order where the latter are.
+    Query heads stay with their key/value head, so they are reordered with it.
     """
     (old_heads, old_kv_heads), (new_heads, new_kv_heads) = old, new
     per_key = old_heads // old_kv_heads
@@ -52,7 +52,7 @@ def plan_heads(
 
 
 def _group(heads: list[int], number: int, weights: Tensor | None) -> Groups:
-    """``number`` groups of equal size."""
+    """Divide heads into ``number`` groups of equal size."""
     size = len(heads) // number
     if weights is None or size == 1 or number == 1:
         return [heads[i : i + size] for i in range(0, len(heads), size)]
@@ -60,7 +60,7 @@ def _group(heads: list[int], number: int, weights: Tensor | None) -> Groups:
     alike = (rows @ rows.T).fill_diagonal_(-2.0)
     left, groups = list(heads), []
     while left:
-        # The two that are most alike, then who is most like them all.
+        # Start with the two most similar heads, then add the head that is most similar to all of the group.
         among = alike[left][:, left]
         first, second = divmod(int(among.argmax()), len(left))
         group = [left[first], left[second]]
@@ -73,7 +73,7 @@ def _group(heads: list[int], number: int, weights: Tensor | None) -> Groups:
 
 
 def pool(blocks: Tensor, groups: Groups, *, is_sum: bool = False) -> Tensor:
-    """``[old heads, ...]`` to ``[new heads, ...]``: the mean of each group, or its sum."""
+    """Pool ``[old heads, ...]`` to ``[new heads, ...]`` by the mean or the sum of each group."""
     if groups == [[head] for head in range(len(blocks))]:
         return blocks
     chosen = torch.stack([blocks[group] for group in groups])

@@ -1,4 +1,4 @@
-"""What a conversion does to the modules of a model, the same for weights that are there and for those to be loaded."""
+"""The changes of a conversion to the modules of a model, for existing weights and before loading saved ones."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mgk.nn import PRESETS
 
 
 def install(model: Any, record: Record, *, pooling: str = "neighbours", noise: Any = None) -> None:
-    """Give every attention module its heads, its keys and its mixture.
+    """Give every attention module its new heads, keys and mixture.
 
     Args:
-        model: of a family.
-        record: what to make of it.
-        pooling: which heads become one.
-        noise: what moves equal keys apart, for weights that are there.
+        model: a model of a family.
+        record: arguments of the conversion.
+        pooling: which heads are merged.
+        noise: noise that moves equal keys apart, for existing weights.
     """
     family = family_of(model.config)
     found = attention_modules(model, family)
@@ -43,14 +43,14 @@ def install(model: Any, record: Record, *, pooling: str = "neighbours", noise: A
         config = model.config
         config.head_dim = found[0][1].head_dim
         config.num_attention_heads, config.num_key_value_heads = heads[0]
-    # Encoders and decoders of some models have copies of the configuration.
+    # In some models encoder and decoder have copies of the configuration.
     for module in model.modules():
         if isinstance(getattr(module, "config", None), PreTrainedConfig):
             module.config._attn_implementation = NAME
 
 
 def attention_modules(model: nn.Module, family: Family) -> list[tuple[nn.Module, Projections]]:
-    """All of a model, with their projections."""
+    """Return all attention modules of a model, with their projections."""
     modules = dict(model.named_modules())
     found = []
     for name, module in modules.items():

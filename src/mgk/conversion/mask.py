@@ -1,16 +1,16 @@
-"""Masks between transformers and the attention: no ``[B, 1, Nq, Nk]`` where something smaller says the same.
+"""Masks between transformers and the attention, without ``[B, 1, Nq, Nk]`` where a smaller tensor suffices.
 
-What :func:`compact_mask` makes passes through the layers of a model as its ``attention_mask``, and :func:`read_mask`
-takes it from there:
+The mask of :func:`compact_mask` passes through the layers of a model as ``attention_mask``, and :func:`read_mask`
+decodes it:
 
 ========================  =================================================================================
 ``None``                  every key; in causal attention those up to the query's own, aligned bottom-right
-bool ``[B, n]``           of the first n keys those that are True, and what ``None`` says of causality
+bool ``[B, n]``           those of the first n keys that are True, with the causality of ``None``
 int32 ``[S + 1]``         boundaries of sequences that do not see each other, in the tokens of all rows
-bool ``[B, 1, Nq, Nk]``   all of it, True = attend: what a user gave, or patterns that nothing smaller says
+bool ``[B, 1, Nq, Nk]``   every pair, True = attend: a mask of the user, or a pattern without a smaller form
 ========================  =================================================================================
 
-A mask of two axes that passes twice, as generation with a static cache has it, stays what it is.
+A mask with two axes that passes twice, as in generation with a static cache, is unchanged.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from mgk.ops.validation import is_traced
 
 
 class Visible(NamedTuple):
-    """Which keys a query sees, as :func:`mgk.mixture_attention` takes it."""
+    """The keys that each query sees, as arguments of :func:`mgk.mixture_attention`."""
 
     is_causal: bool = False
     key_mask: Tensor | None = None
     attn_mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
-    """Boundaries in the tokens of all rows, one after the other."""
+    """Boundaries of sequences in the concatenated tokens of all rows."""
     length: int | None = None
-    """How many keys there are, from the first on; ``None``: all that came."""
+    """Number of keys to use, from the first on; ``None`` for all."""
 
 
 def compact_mask(
@@ -59,7 +59,7 @@ def compact_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask function of ``attn_implementation="mgk"``, called by transformers, whose arguments these are."""
+    """Return the mask for ``attn_implementation="mgk"``. transformers calls this function and defines its arguments."""
     if local_size is not None:
         raise ValueError(f"attn_implementation 'mgk' has no sliding windows or chunks, got one of {local_size} tokens")
     is_causal = mask_function is causal_mask_function
@@ -81,7 +81,7 @@ def compact_mask(
     if q_length == 1:
         if not isinstance(q_offset, Tensor) and q_offset + 1 == kv_length:
             return padding
-        # The slots of a static cache are all there from the start: those that are not yet written are hidden.
+        # All slots of a static cache exist from the start, so slots that are not written yet are hidden.
         written = (torch.arange(kv_length, device=device) <= q_offset).expand(batch_size, -1)
         return written if padding is None else written & padding
     if isinstance(q_offset, Tensor):
@@ -109,10 +109,11 @@ def _all_pairs(
 
 
 def packed_sequences(mask_function: Callable[..., Any]) -> Tensor | None:
-    """``[B, N]``, the number of each token's sequence, if the function is causality within packed sequences.
+    """Return the sequence number of each token, ``[B, N]``, if the function is causality within packed sequences.
 
-    transformers finds sequences where positions start anew, and tells of them by a function of pairs alone. That
-    function holds the numbers; where it does not look as expected the answer is ``None``, and all pairs are asked.
+    transformers finds sequences by positions that restart, and passes only a function of pairs. The numbers are taken
+    from the closure of that function. If it does not look as expected, the result is ``None``, and the function is
+    evaluated for all pairs.
     """
     if getattr(mask_function, "__code__", None) is not _AND.__code__:
         return None
@@ -128,15 +129,15 @@ _PACKED = packed_sequence_mask_function(torch.zeros(1, 1)).__code__
 
 
 def boundaries(sequences: Tensor) -> Tensor:
-    """int32 ``[S + 1]``: where sequences begin in the tokens of all rows, and where the last one ends."""
+    """Return the boundaries of sequences in the concatenated tokens of all rows, int32 ``[S + 1]``."""
     begins = torch.nn.functional.pad(sequences.diff(dim=1) != 0, (1, 0), value=True)
     starts = begins.flatten().nonzero().flatten().to(torch.int32)
     return torch.nn.functional.pad(starts, (0, 1), value=sequences.numel())
 
 
 def read_mask(mask: Any, is_causal: bool, num_queries: int, num_keys: int) -> Visible:
-    """What a mask says to an attention that is causal or not."""
-    # One query, the last, sees all keys that there are.
+    """Decode a mask for attention that is causal or not."""
+    # A single query is the last one and sees all keys.
     is_causal = is_causal and num_queries > 1
     if mask is None:
         return Visible(is_causal)

@@ -1,4 +1,4 @@
-"""The mixture of one attention module: its parameters, and attention with them."""
+"""The mixture of an attention module: its parameters, and the attention with them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from mgk.ops.validation import make_problem
 
 
 class KeyMixture(nn.Module):
-    """Shifts, prior and variances of the keys that an attention module projects.
+    """Shifts, prior and variances for the keys of an attention module.
 
-    It is called with queries, keys and values as the module hands them on, after rotation and cache, so whatever wraps
-    modules (adapters of PEFT, hooks of accelerate) wraps it like any other.
+    Its ``forward`` takes queries, keys and values from the module after rotation and cache. It is a module of its own,
+    so that adapters of PEFT and hooks of accelerate can wrap it.
     """
 
     def __init__(self, record: Record, num_kv_heads: int, head_dim: int, layout: str | None) -> None:
@@ -40,7 +40,7 @@ class KeyMixture(nn.Module):
         self.backend = record.backend
         self.num_components = components = record.components
         self.layout = layout
-        """How M projected keys arrive."""
+        """Layout of M projected keys, or ``None``."""
         self.keys: ProjectedKeys | ShiftedKeys
         if preset.keys == "shifted":
             self.keys = ShiftedKeys(num_kv_heads, head_dim, components, record.shift_init_std)
@@ -53,7 +53,8 @@ class KeyMixture(nn.Module):
             self.prior = LearnedPrior(num_kv_heads, components)
         else:
             self.prior = EMPrior(num_kv_heads, components)
-        # Relative to what the model divides by: of a head of width 1 the square root is 1.
+        # The scale is relative to the variance of the model, so the head dimension is passed as 1, whose square root is
+        # 1.
         scale = record.variance_scale
         self.variance: FixedVariance | LearnedVariance
         if record.learn_variance:
@@ -73,19 +74,19 @@ class KeyMixture(nn.Module):
         dropout: float = 0.0,
         need_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend.
+        """Compute the attention.
 
         Args:
             query: ``[B, H, Nq, D]``.
-            key: ``[B, Hkv, Nk, D]``, or as M projected keys pass through the module.
+            key: ``[B, Hkv, Nk, D]``, or M projected keys in their layout.
             value: ``[B, Hkv, Nk, D]``.
-            visible: which keys a query sees.
-            scaling: what the model multiplies products with: ``1 / variance``.
-            dropout: of the weights.
+            visible: the keys that each query sees.
+            scaling: the model's factor of the products, ``1 / variance``.
+            dropout: dropout probability of the weights.
             need_weights: whether to return the weights, which materialises them.
 
         Returns:
-            ``[B, H, Nq, D]``, and the weights ``[B, H, Nq, Nk]`` or ``None``.
+                The output ``[B, H, Nq, D]``, and the weights ``[B, H, Nq, Nk]`` or ``None``.
         """
         _, shift = self.keys(None)
         key = self.components(key, value.shape[2])
@@ -105,7 +106,7 @@ class KeyMixture(nn.Module):
         )  # fmt: skip
 
     def components(self, key: Tensor, num_keys: int) -> Tensor:
-        """``[B, Hkv, M or 1, Nk, D]``"""
+        """Return the keys with a component axis, ``[B, Hkv, M or 1, Nk, D]``."""
         if self.keys.shift is not None or self.num_components == 1:
             return key[:, :, None]
         if self.layout == AS_POSITIONS:
@@ -117,16 +118,16 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, visible: Visible, mixture: Mixture, *, backend: str = "auto",
     dropout: float = 0.0, need_weights: bool = False, prior: EMPrior | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """:func:`mgk.mixture_attention` of packed rows or padded ones, with weights where they are wanted.
+    """Compute :func:`mgk.mixture_attention` of packed or padded rows, with weights if they are wanted.
 
-    ``prior`` is told of what was computed.
+    An EM ``prior`` gathers the responsibilities of the call.
     """
     batch, _, length, _ = query.shape
     visibility = Visibility(visible.is_causal, visible.key_mask, attn_mask=visible.attn_mask)
     if visible.cu_seqlens is not None:
         if need_weights and batch > 1:
             raise ValueError(f"the weights of packed sequences need one row, got {batch}")
-        # The rows of a batch, each of several sequences, one after the other.
+        # Concatenate the rows of the batch, each of which holds several sequences.
         query, key, value = (tensor.movedim(0, -3).flatten(-3, -2)[None] for tensor in (query, key, value))
         if mixture.log_prior is not None and mixture.log_prior.ndim == 4:  # a bias of each key
             mixture = mixture._replace(log_prior=mixture.log_prior.permute(1, 2, 0, 3).flatten(2))

@@ -1,4 +1,4 @@
-"""Projections of an attention module: read head by head, and given new heads, in place."""
+"""The projections of an attention module, read by head and resized in place."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ KINDS = (nn.Linear, Conv1D)
 
 
 class Projections:
-    """What one attention module projects with.
+    """The projections of one attention module.
 
     Args:
-        family: where to look.
+        family: the family of the model.
         module: the attention module.
-        parent: the module around it.
+        parent: the parent of the attention module.
     """
 
     def __init__(self, family: Family, module: nn.Module, parent: nn.Module) -> None:
@@ -43,13 +43,13 @@ class Projections:
         self.old = (query // self.head_dim, key // self.head_dim)
 
     def _widths(self) -> list[int]:
-        """How many numbers queries, keys and values have, all heads together."""
+        """Widths of queries, keys and values over all heads."""
         if self.family.fused is None:
             return [_rows(layer)[0].shape[0] for layer in self.inputs]
         return [_rows(self.inputs[0])[0].shape[0] // 3] * 3
 
     def check(self, num_heads: int | None, num_kv_heads: int | None, components: int) -> tuple[int, int]:
-        """The new numbers of query heads and of key/value heads, if the module can have them, and so many keys."""
+        """Return the new numbers of query and key/value heads, or raise an error if the module cannot have them."""
         heads, kv_heads = check_heads(self.old, num_heads, num_kv_heads)
         if not self.family.is_grouped and heads != kv_heads:
             raise ValueError(
@@ -64,17 +64,17 @@ class Projections:
         return heads, kv_heads
 
     def resize(self, new: tuple[int, int], components: int, pooling: str, noise: Any) -> None:
-        """Pool heads, and give every position ``components`` keys, which ``noise`` moves apart.
+        """Pool heads, and project ``components`` keys per position, which ``noise`` moves apart.
 
         Args:
-            new: numbers of query heads and of key/value heads, from :meth:`check`.
-            components: keys that are projected for each position and head.
+            new: numbers of query and key/value heads from :meth:`check`.
+            components: number of projected keys per position and head.
             pooling: ``"neighbours"`` or ``"similar"``.
-            noise: called with the keys' weights ``[Hkv, M, D, in]``, returns what to add; or ``None``.
+            noise: function from the keys' weights ``[Hkv, M, D, in]`` to the noise to add; or ``None``.
         """
         weights, biases = self._read()
         alike: list[Tensor | None] = [None, None]
-        # On the meta device there is nothing to compare, nor anything to keep.
+        # On the meta device there are no weights to compare.
         if pooling == "similar" and not weights[0].is_meta:
             alike = [weights[0], torch.cat([weights[1].flatten(1), weights[2].flatten(1)], dim=1)]
         plan = plan_heads(self.old, new, *alike)
@@ -89,7 +89,7 @@ class Projections:
         self._tell(*new)
 
     def _read(self) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Weights ``[heads, D, in]`` and biases ``[heads, D]`` of queries, keys and values."""
+        """Return weights ``[heads, D, in]`` and biases ``[heads, D]`` of queries, keys and values."""
         weights: list[Tensor]
         biases: list[Tensor | None]
         if self.family.fused is None:
@@ -107,7 +107,7 @@ class Projections:
         return [part.flatten(0, 1) for part in rows.unflatten(0, (-1, 3, self.head_dim)).unbind(1)]
 
     def _widen(self, blocks: Tensor, components: int, noise: Any) -> Tensor:
-        """``[Hkv, D, ...]`` to ``[Hkv * M, D, ...]``, or with the components first where they pass as positions."""
+        """Widen ``[Hkv, D, ...]`` to ``[Hkv * M, D, ...]``, with the components first if they pass as positions."""
         if components == 1:
             return blocks
         copies = blocks.unsqueeze(1).expand(-1, components, *[-1] * (blocks.ndim - 1))
@@ -125,7 +125,7 @@ class Projections:
         elif self.family.fused == "thirds":
             bias = torch.cat([bias for bias in flat_biases if bias is not None]) if flat_biases[0] is not None else None
             _set_rows(self.inputs[0], torch.cat(flat), bias)
-            # How it takes its projection apart: three equal parts, until now.
+            # The module splits its projection by these sizes, which were equal so far.
             setattr(self.module, "split_size", [len(weight) for weight in flat])  # noqa: B010
         else:
             joined = torch.stack(weights, dim=1).flatten(0, 2)
@@ -141,12 +141,12 @@ class Projections:
     def _pool_output(self, plan: HeadPlan) -> None:
         weight, bias = _rows(self.output)
         by_head = weight.unflatten(1, (-1, self.head_dim)).transpose(0, 1)
-        # Each head's output was projected and added: where heads become one, so do their projections, added up.
+        # The projected outputs of the heads are added, so the projections of merged heads are added as well.
         pooled = pool(by_head, plan.query, is_sum=True)
         _set_rows(self.output, pooled.transpose(0, 1).flatten(1), bias)
 
     def _tell(self, heads: int, kv_heads: int) -> None:
-        """The attributes from which the module takes its shapes."""
+        """Set the attributes from which the module takes its shapes."""
         module: Any = self.module
         for name, value in (
             ("num_attention_heads", heads),
@@ -160,13 +160,13 @@ class Projections:
 
 
 def _rows(layer: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight ``[out, in]`` and bias of a layer."""
+    """Return weight ``[out, in]`` and bias of a layer."""
     weight = layer.weight.detach()
     return weight.T if isinstance(layer, Conv1D) else weight, None if layer.bias is None else layer.bias.detach()
 
 
 def _set_rows(layer: Any, weight: Tensor, bias: Tensor | None) -> None:
-    """Give a layer another weight ``[out, in]``."""
+    """Replace the weight ``[out, in]`` and the bias of a layer."""
     if isinstance(layer, Conv1D):
         layer.nf, layer.nx = weight.shape
         weight = weight.T
@@ -181,7 +181,7 @@ def _set(module: nn.Module, name: str, value: Tensor) -> None:
     old = getattr(module, name)
     if value.shape == old.shape and (value.is_meta or torch.equal(value, old)):
         return
-    # What was loaded stays loaded: transformers marks parameters that it must not draw anew.
+    # Attributes are copied, because transformers marks loaded parameters, which it must not initialise again.
     new = nn.Parameter(value.detach().clone(memory_format=torch.contiguous_format), requires_grad=old.requires_grad)
     if hasattr(old, "_is_hf_initialized"):
         new._is_hf_initialized = old._is_hf_initialized  # type: ignore[attr-defined]

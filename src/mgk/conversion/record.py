@@ -1,4 +1,4 @@
-"""What was converted, as the configuration of a model has it under ``mgk``."""
+"""The record of a conversion in the configuration of a model, under ``mgk``."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ class Record:
     """The arguments of :func:`mgk.convert` on which the shapes and the meaning of the weights depend."""
 
     attention: str
-    """The preset."""
+    """Attention preset."""
     components: int
     """Keys per position."""
     num_heads: int | None
-    """Query heads; ``None``: as before."""
+    """Number of query heads; ``None`` if unchanged."""
     num_kv_heads: int | None
-    """Key/value heads; ``None``: as before."""
+    """Number of key/value heads; ``None`` if unchanged."""
     fade_steps: int
-    """Steps of the start ``"near"``; 0: there is none."""
+    """Steps of the start ``"near"``; 0 for other starts."""
     learn_variance: bool
     """Whether variances are parameters."""
     variance_scale: float | list[float]
-    """Variance over ``1 / scaling``."""
+    """Variance divided by ``1 / scaling``."""
     shift_init_std: float
     """Standard deviation of the initial shifts."""
     backend: str
-    """Which backend computes the attention."""
+    """Backend of the attention."""
 
     def write(self, config: Any) -> None:
-        """Put it into a configuration."""
+        """Write the record into a configuration."""
         setattr(config, FIELD, asdict(self))
 
     @classmethod
     def read(cls, config: Any) -> Record:
-        """Take it out of a configuration."""
+        """Read the record of a configuration."""
         found = getattr(config, FIELD, None)
         expected = {field.name for field in fields(cls)}
         if not isinstance(found, dict) or set(found) != expected:

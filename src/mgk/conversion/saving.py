@@ -1,4 +1,4 @@
-"""Converted models on disk: what ``save_pretrained`` writes, and who reads it."""
+"""Saving and loading of converted models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "token", "revi
 
 
 class ConvertedModel:
-    """What a converted model does otherwise than its class in transformers, from which it inherits as well."""
+    """Mix-in with the methods in which a converted model differs from its class in transformers."""
 
     config: PreTrainedConfig
 
@@ -33,7 +33,7 @@ class ConvertedModel:
         install(self, Record.read(config))
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """transformers asks here what to make of ``attn_implementation``."""
+        """Return the attention implementation for the ``attn_implementation`` that transformers was asked for."""
         if requested_attention not in (None, NAME):
             raise ValueError(
                 f"a converted model computes its mixture with attn_implementation {NAME!r} alone, "
@@ -60,16 +60,16 @@ class ConvertedModel:
         push_to_hub: bool = False,
         **options: Any,
     ) -> None:
-        """As in transformers.
+        """Save as in transformers, with a model type of its own.
 
-        ``config.json`` names a model type of its own, ``mgk-llama`` for a Llama: classes that know nothing of mixtures
-        refuse it, instead of loading what they know of it. :func:`mgk.load_converted` loads it.
+        ``config.json`` has the model type ``mgk-llama`` for a Llama, so that classes without mixtures refuse the model
+        instead of loading only the weights that they know. :func:`mgk.load_converted` loads it.
         """
         if push_to_hub:
             raise ValueError("save_pretrained writes to a folder, got push_to_hub=True: call model.push_to_hub(name)")
         super().save_pretrained(save_directory, is_main_process, state_dict, **options)  # type: ignore[misc]
         file = Path(save_directory) / "config.json"
-        # If the model has adapters, transformers saves the adapters alone.
+        # If the model has adapters, transformers saves only the adapters.
         if is_main_process and file.exists() and not getattr(self, "_hf_peft_config_loaded", False):
             config = json.loads(file.read_text(encoding="utf-8"))
             config["model_type"] = f"{NAME}-{config['model_type'].removeprefix(f'{NAME}-')}"
@@ -80,7 +80,7 @@ _classes: dict[type[Any], type[Any]] = {}
 
 
 def converted_class(base: type[Any]) -> type[Any]:
-    """The class of converted models whose class was ``base``: one, however often it is asked for."""
+    """Return the class of converted models for the class ``base``, which is created once."""
     if issubclass(base, ConvertedModel):
         return base
     if base not in _classes:
@@ -89,14 +89,14 @@ def converted_class(base: type[Any]) -> type[Any]:
 
 
 def _make_class(base: type[Any]) -> type[Any]:
-    # The name is what transformers goes by: losses, pipelines, `architectures`. Pickle goes by the qualified one.
+    # transformers uses the name for losses, pipelines and `architectures`; pickle uses the qualified name.
     name = f"{PREFIX}{base.__name__}"
     members = {"__module__": __name__, "__qualname__": name, "__doc__": f"A {base.__name__} that was converted."}
     return type(base.__name__, (ConvertedModel, base), members)
 
 
 def __getattr__(name: str) -> type[PreTrainedModel]:
-    """``MGKLlamaForCausalLM`` and its like, by which pickle finds the class of a model."""
+    """Return classes such as ``MGKLlamaForCausalLM``, which pickle looks up by name."""
     base = getattr(transformers, name.removeprefix(PREFIX), None) if name.startswith(PREFIX) else None
     if base is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -111,7 +111,7 @@ def load_converted(
     Args:
         path: a folder, or a name on the Hub.
         model_class: a class of transformers such as ``LlamaModel``; ``None`` is the class that was saved.
-        options: those of ``from_pretrained``: ``dtype``, ``device_map``, ``revision`` and the like.
+        options: options of ``from_pretrained``, such as ``dtype``, ``device_map`` and ``revision``.
     """
     hub = {name: options[name] for name in HUB_OPTIONS if name in options}
     found, _ = PreTrainedConfig.get_config_dict(path, **hub)

@@ -1,4 +1,4 @@
-"""How a converted model leaves the one that it was: the bias that fades out, and what moves equal keys apart."""
+"""The start of a converted model: a bias that fades out, and noise that moves equal keys apart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STARTS = ("auto", "exact", "near", "immediate")
 
 
 def choose_start(start: str, attention: str) -> str:
-    """What ``start`` means for a preset, or one sentence on why it cannot be."""
+    """Return the start for a preset, or raise an error if the preset does not allow it."""
     preset = PRESETS[attention]
     is_dot, is_hard = preset.similarity == "dot", preset.assignment == "hard"
     if start == "auto":
@@ -29,12 +29,12 @@ def choose_start(start: str, attention: str) -> str:
 
 
 class NearStart(nn.Module):
-    """What of the distance a bias takes back, from all of it to nothing in ``steps`` calls of :func:`advance_start`.
+    """A bias that turns distances into dot products and fades out in ``steps`` calls of :func:`advance_start`.
 
-    With ``bias[j,r] = remaining * |k_jr|^2 / (2 variance)`` the logits of a Gaussian are, at first,
-    ``q_i . k_jr / variance`` and a number of the query alone: for one key, or shifts of one key, the softmax of dot
-    products that the model had. The count lies in a buffer of integers, which no half precision rounds and every
-    checkpoint has.
+    With ``bias[j,r] = remaining * |k_jr|^2 / (2 variance)`` and ``remaining = 1``, the logits of a Gaussian are ``q_i .
+    k_jr / variance`` plus a number that depends only on the query. For one key, or shifts of one key, that is the
+    original softmax of dot products. The count is a buffer of integers, which half precision does not round and every
+    checkpoint contains.
     """
 
     steps_left: Tensor
@@ -44,11 +44,11 @@ class NearStart(nn.Module):
         self.steps = steps
         self.register_buffer("steps_left", torch.tensor(steps))
         self.is_over = steps == 0
-        """As far as the host knows: once it is, no bias is computed. It need not know: the bias is then 0."""
+        """Whether the host knows that the start is over, so that no bias is computed. Until it knows, the bias is 0."""
         self._left: int | None = None
 
     def forward(self, key: Tensor, shift: Tensor | None, variance: float | Tensor) -> Tensor | None:
-        """The bias ``[B, Hkv, M, Nk]`` of keys ``[B, Hkv, M or 1, Nk, D]``, or ``None`` when the start is over."""
+        """Return the bias ``[B, Hkv, M, Nk]`` of keys ``[B, Hkv, M or 1, Nk, D]``; ``None`` when the start is over."""
         if self.is_over:
             return None
         dtype = torch.promote_types(key.dtype, torch.float32)
@@ -63,7 +63,7 @@ class NearStart(nn.Module):
         return (self.steps_left.to(dtype) / self.steps) * squares / (2.0 * variance)
 
     def advance(self) -> None:
-        """One step on."""
+        """Advance by one step."""
         if self.is_over:
             return
         if self._left is None:
@@ -74,7 +74,7 @@ class NearStart(nn.Module):
 
     def train(self, mode: bool = True) -> NearStart:
         """Switch between training and evaluation."""
-        # Loaders of weights end with this call.
+        # Loaders of weights call this at the end.
         self._look()
         return super().train(mode)
 
@@ -95,24 +95,24 @@ class NearStart(nn.Module):
 
 
 def advance_start(model: nn.Module) -> None:
-    """One step of the start ``"near"``: call it once after each optimiser step, on any model, converted or not."""
+    """Advance the start ``"near"`` by one step. Call it once after each optimiser step; other models are left alone."""
     for module in model.modules():
         if isinstance(module, NearStart):
             module.advance()
 
 
 class AdvanceStart(TrainerCallback):
-    """:func:`advance_start` for Hugging Face's ``Trainer``: ``Trainer(..., callbacks=[AdvanceStart()])``."""
+    """:func:`advance_start` as a callback of Hugging Face's trainer: ``Trainer(..., callbacks=[AdvanceStart()])``."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After each optimiser step."""
+        """Advance the start after each optimiser step."""
         advance_start(kwargs["model"])
 
 
 class Perturbation:
-    """Noise that moves equal keys apart: drawn anew at each call, summing to zero over the components.
+    """Noise that moves equal keys apart. It is drawn anew at each call and sums to zero over the components.
 
-    So ``log sum_r exp(q . (k + d_r))`` moves by the square of what is added, while the gradients of the components
+    Thus ``log sum_r exp(q . (k + d_r))`` changes by the square of the noise, while the gradients of the components
     differ by its first power.
     """
 
@@ -121,7 +121,7 @@ class Perturbation:
         self.generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, weights: Tensor) -> Tensor:
-        """For ``[Hkv, M, ...]``, relative to the standard deviation of the weights."""
+        """Return noise for weights ``[Hkv, M, ...]``, relative to their standard deviation."""
         if self.size == 0.0 or weights.is_meta:
             return torch.zeros_like(weights)
         noise = torch.randn(weights.shape, generator=self.generator)

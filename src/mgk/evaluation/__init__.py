@@ -1,7 +1,7 @@
-"""Scores of trained models: accuracy, perplexity and BLEU, equal on every rank of a distributed run.
+"""Metrics of trained models: accuracy, perplexity and BLEU, equal on every rank of a distributed run.
 
 ``evaluation.accuracy(...)``, ``evaluation.perplexity.sliding(...)``, ``evaluation.bleu.translate(...)``. Every sample,
-token and sentence counts exactly once, whatever the batch size and however many ranks share the work.
+token and sentence counts exactly once, for every batch size and number of ranks.
 """
 
 from mgk.evaluation import bleu, perplexity

@@ -19,18 +19,18 @@ from mgk.evaluation.shares import check_ranks, reduce_sums, take_turns
 
 @dataclass(frozen=True, kw_only=True)
 class ClassificationScore:
-    """How well a classifier does."""
+    """Accuracy and loss of a classifier."""
 
     accuracy: float
     """``correct / count``, in [0, 1]."""
     loss: float
-    """Mean cross entropy of a sample, in nats."""
+    """Mean cross entropy per sample, in nats."""
     correct: int
     count: int
-    """Samples."""
+    """Number of samples."""
     right: NDArray[np.bool_] | None = field(default=None, compare=False, repr=False)
-    """``[count]``: which of them were right, in the order of the corpus, whatever the batches and ranks; ``None`` where
-    the batches are only some of those of a :class:`Samples`."""
+    """``[count]``: which samples were right, in the order of the corpus; ``None`` if the batches are only a part of a
+    :class:`Samples`."""
 
 
 def accuracy(
@@ -43,20 +43,16 @@ def accuracy(
     ranks: int = 1,
     progress: Progress = no_progress,
 ) -> ClassificationScore:
-    """How often the largest logit is the label's, over all samples of one epoch.
+    """Compute the accuracy and the loss of a classifier over all samples of one epoch.
 
-    Every sample counts once and for the same: the code published with the paper drops the last batch where it is not
-    full, and takes the mean of the batches' means.
+    All samples have equal weight. (The code published with the paper drops an incomplete last batch and averages the
+    means of batches.)
 
-    Args:
-        model: gives ``logits [B, C]`` and a mean ``loss`` for the batches' tensors, ``labels [B]`` among them: a
-            classifier of sequences or of pairs.
-        batches: all samples, for one rank, such as those of :func:`in_order_of_length`. They are shared out here.
-        device: where the model is.
-        precision: autocast to this; ``None``: as the weights are.
-        rank: which of the ``ranks``. Every rank calls this and gets the same score.
-        ranks: how many share the work.
-        progress: shows how far it is.
+    Args: model: a classifier of sequences or pairs, which returns ``logits [B, C]`` and a mean ``loss`` for the tensors
+        of a batch, ``labels [B]`` among them. batches: batches with all samples, not split over ranks, such as those of
+        :func:`in_order_of_length`. device: device of the model. precision: dtype of autocast; ``None`` computes in the
+        dtype of the weights. rank: this rank. Every rank must call this, and all get the same score. ranks: number of
+        ranks that share the work. progress: shows the progress.
     """
     check_ranks(rank, ranks)
     if isinstance(batches, Samples) and (batches.drop_last or batches.ranks != 1):
@@ -84,8 +80,10 @@ def _tally(
     ranks: int,
     progress: Progress,
 ) -> tuple[Tensor, Tensor | None]:
-    """Of one rank: loss, correct answers, samples, ``[3]`` in fp64; and a 1 for each item that was right, ``[items]``.
-    They stay on the device, which nobody waits for."""
+    """Return one rank's sums of loss, correct answers and samples, ``[3]`` in fp64, and 1 per right item, ``[items]``.
+
+    Both stay on the device, so that the host does not wait.
+    """
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     hits: list[Tensor] = []
     numbers: list[int] = []
@@ -118,9 +116,10 @@ def in_order_of_length(
     longest: int = 4096,
     multiple_of: int = 1,
 ) -> Samples:
-    """Every sample once, in batches of similar length, so that little is padded; arguments as in :class:`Samples`.
+    """Return every sample once, in batches of similar length, which need little padding.
 
-    The longest come first: a batch that does not fit into memory shows at once.
+    The longest samples come first, so that a batch that does not fit into memory fails at once. The arguments are those
+    of :class:`Samples`.
     """
     first = np.arange(len(labels)) if first is None else np.asarray(first)
     if not len(labels) == len(first) == len(first if second is None else second):

@@ -13,36 +13,36 @@ from mgk.evaluation.translation import sentences, translate
 __all__ = ["MOSES_TOKENISED", "BleuScore", "is_tokenised", "references", "score", "translate"]
 
 MOSES_TOKENISED = ("iwslt14", "wmt14")
-"""Corpora whose text comes out of Moses's tokeniser, as fairseq's scripts prepare them. The others are plain text."""
+"""Corpora whose text is tokenised by Moses, as fairseq's scripts prepare them. The others are plain text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BleuScore:
-    """BLEU in [0, 100], in the two ways it is reported."""
+    """BLEU in [0, 100], in the two ways in which it is reported."""
 
     bleu: float
-    """sacreBLEU of the text, which :attr:`signature` describes. Of a tokenised corpus both sides are detokenised first,
-    and its references are then not those of the shared task: compare such numbers only with each other."""
+    """sacreBLEU of the text, described by :attr:`signature`. Both sides of a tokenised corpus are detokenised first, so
+    the references are not those of the shared task: compare such numbers only with each other."""
     signature: str
-    """What sacreBLEU did, in its own words."""
+    """Signature of sacreBLEU."""
     tokenised_lowercase_bleu: float
-    """BLEU-4 of lower-cased tokens without smoothing, as fairseq's own scorer gives for IWSLT'14 and the paper reports.
-    The tokens are the corpus's own where it is tokenised, otherwise those of sacreBLEU's ``13a``."""
+    """BLEU-4 of lower-cased tokens without smoothing, as fairseq's scorer computes it for IWSLT'14 and the paper
+    reports it. The tokens are those of a tokenised corpus, otherwise those of sacreBLEU's ``13a``."""
     tokenised_signature: str
     brevity_penalty: float
-    """Of the tokenised BLEU: below 1 where translations are too short."""
+    """Brevity penalty of the tokenised BLEU, below 1 if translations are too short."""
     length_ratio: float
-    """Tokens of the translations over those of the references."""
+    """Number of tokens in the translations divided by that in the references."""
     sentences: int
 
 
 def is_tokenised(corpus: Corpus) -> bool:
-    """Whether the text of a corpus is tokenised, as :func:`score` wants to know."""
+    """Whether the text of a corpus is tokenised, for the argument of :func:`score`."""
     return corpus.name in MOSES_TOKENISED
 
 
 def references(corpus: Corpus, split: str) -> list[str]:
-    """The target sentences of a split, as the corpus has them: lower-cased or tokenised where it is."""
+    """Return the target sentences of a split, lower-cased or tokenised if the corpus is."""
     target = sentences(corpus, split, "target")
     return [decode(corpus, "target", target[index]) for index in range(len(target))]
 
@@ -50,13 +50,13 @@ def references(corpus: Corpus, split: str) -> list[str]:
 def score(
     hypotheses: Sequence[str], references: Sequence[str], *, tokenised: bool, lowercase: bool = False
 ) -> BleuScore:
-    """BLEU of translations, one reference each.
+    """Compute BLEU of translations with one reference each.
 
     Args:
-        hypotheses: what a model said.
-        references: what it should have said, in the same order.
-        tokenised: whether both are text that Moses tokenised and escaped, see :func:`is_tokenised`.
-        lowercase: whether sacreBLEU ignores case; its signature says so. The tokenised BLEU always does.
+        hypotheses: translations of a model.
+        references: reference translations in the same order.
+        tokenised: whether both are tokenised and escaped by Moses, see :func:`is_tokenised`.
+        lowercase: whether sacreBLEU ignores case, which its signature shows. The tokenised BLEU always does.
     """
     from sacrebleu.metrics.bleu import BLEU
 
@@ -67,7 +67,7 @@ def score(
     text = [[detokenise(line) for line in side] if tokenised else list(side) for side in (hypotheses, references)]
     plain = BLEU(lowercase=lowercase)
     bleu = plain.corpus_score(text[0], [text[1]])
-    # force: that the text is tokenised is meant, and no reason to warn.
+    # force suppresses a warning about tokenised text, which is intended here.
     by_token = BLEU(lowercase=True, tokenize="none" if tokenised else "13a", smooth_method="none", force=True)
     tokenised_bleu = by_token.corpus_score(list(hypotheses), [list(references)])
     return BleuScore(

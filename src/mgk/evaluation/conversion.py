@@ -1,4 +1,4 @@
-"""What a conversion has kept: the model before and after it, on the same tokens."""
+"""Comparison of a model before and after its conversion, on the same tokens."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ def compare_model(
     name: str, attention: str, texts: Sequence[str], *, windows: int = WINDOWS, length: int = LENGTH,
     progress: Progress = no_progress, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """The metrics of a model and of what :func:`mgk.convert` makes of it.
+    """Return the metrics of a model before and after :func:`mgk.convert`.
 
-    A causal language model has its perplexity on the first windows of the texts, which are read one after the other.
-    Any other model has sentence embeddings, the normalised mean of its last hidden states, and the cosines between
-    those of before and after.
+    The metric of a causal language model is the perplexity on the first windows of the texts, which are concatenated.
+    For any other model it is the cosine between the sentence embeddings before and after, each the normalised mean of
+    the last hidden states.
 
     Args:
-        name: a folder, a name below ``$MGK_WEIGHTS``, or one on the Hub.
-        attention: a preset.
-        texts: for a causal model, which needs ``windows * length`` tokens and one; sentences for any other.
-        windows: of a causal model.
-        length: tokens of a window; longer sentences are cut.
-        progress: shows how far it is.
-        options: of :func:`mgk.convert`.
+        name: a folder, a name below ``$MGK_WEIGHTS``, or a name on the Hub.
+        attention: attention preset.
+        texts: texts with at least ``windows * length + 1`` tokens for a causal model; sentences for any other.
+        windows: number of windows for a causal model.
+        length: tokens in a window; longer sentences are cut.
+        progress: shows the progress.
+        options: options of :func:`mgk.convert`.
     """
     place = find_weights(name)
     tokenizer = AutoTokenizer.from_pretrained(place)
     kind = model_class(place)
-    # Eager attention of transformers: what the model is by its own definition.
+    # The eager attention of transformers defines the original model.
     before = kind.from_pretrained(place, dtype=torch.float32, attn_implementation="eager").eval()
     after = convert(kind.from_pretrained(place, dtype=torch.float32).eval(), attention, **options)
     found: dict[str, Any] = {"weights_sha256": checksum_of_weights(place), "parameters": before.num_parameters()}
@@ -60,7 +60,8 @@ def compare_model(
     else:
         vectors = [_embeddings(model, tokenizer, texts, length, progress) for model in (before, after)]
         cosines = (vectors[0] * vectors[1]).sum(-1)
-        # Two sentences of one model, for the scale: cosines that are always high would say nothing.
+        # Cosines between different sentences of one model give the scale: if they are always high, high cosines mean
+        # nothing.
         others = (vectors[0] * vectors[0].roll(1, 0)).sum(-1)
         found |= {
             "sentences": len(texts),
@@ -72,14 +73,14 @@ def compare_model(
 
 
 def model_class(place: str) -> Any:
-    """Which automatic class of transformers loads a model: with the head of a language model, or with none."""
+    """Return the automatic class of transformers for a model: with a language model's head, or without a head."""
     names = AutoConfig.from_pretrained(place).architectures or []
     is_causal = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
     return AutoModelForCausalLM if is_causal else AutoModel
 
 
 def checksum_of_weights(place: str) -> str | None:
-    """SHA-256 over the safetensors of a folder, in the order of their names; ``None`` of a model on the Hub."""
+    """SHA-256 over the safetensors of a folder, in the order of their names; ``None`` for a model on the Hub."""
     files = sorted(Path(place).glob("*.safetensors"))
     if not files:
         return None
@@ -92,7 +93,7 @@ def checksum_of_weights(place: str) -> str | None:
 
 
 def describe_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a conversion that were given."""
+    """Return the options of a conversion that were set, as JSON."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -134,5 +135,5 @@ def _embeddings(
 
 
 def versions() -> dict[str, str]:
-    """What the numbers may depend on."""
+    """Versions of the software that may affect the numbers."""
     return {"torch": torch.__version__, "transformers": transformers.__version__}

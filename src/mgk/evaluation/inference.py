@@ -1,4 +1,4 @@
-"""The state in which a model is evaluated."""
+"""Contexts for the evaluation of a model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import nn
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """No dropout and no gradients inside; afterwards every module is in the mode it was in."""
-    # Each module's own mode: a part that the caller froze must not wake up.
+    """Context without dropout and gradients, after which every module returns to its former mode."""
+    # The mode is restored for each module, so that parts that the caller has set to evaluation stay so.
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        # Not inference_mode: FSDP keeps the tensors it gathers, and the next training step would find them unusable.
+        # inference_mode is not used, because FSDP keeps the tensors that it gathers, and training could not use them.
         with torch.no_grad():
             yield
     finally:
@@ -26,6 +26,6 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def inference(model: nn.Module, device: torch.device, precision: torch.dtype | None) -> Iterator[None]:
-    """:func:`evaluation_mode`, with autocast to ``precision`` unless it is ``None``."""
+    """:func:`evaluation_mode` with autocast to ``precision``, unless that is ``None``."""
     with evaluation_mode(model), torch.autocast(device.type, dtype=precision, enabled=precision is not None):
         yield

@@ -1,7 +1,7 @@
-"""Which items of a split a model got right, small enough to stand in a result.
+"""A compact encoding of the items of a split that a model got right, which is stored in results.
 
-A bit for each item, in the order of the corpus: 2,000 items are 336 letters of base64, 25,000 are 4,168. From them a
-reader finds out later what other test items would have changed, and compares two models item by item.
+There is a bit for each item, in the order of the corpus: 2,000 items are 336 characters of base64, 25,000 are 4,168.
+They allow later analyses of the variance over test items, and a comparison of two models item by item.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 
 def pack_items(right: NDArray[np.bool_]) -> dict[str, Any]:
-    """What stands in a result.
+    """Encode the items for a result.
 
     Args:
-        right: ``[items]``, in the order of the corpus.
+        right: ``[items]``, whether each was right, in the order of the corpus.
     """
     if right.ndim != 1 or right.dtype != np.bool_ or len(right) == 0:
         raise ValueError(f"right must hold a truth value for each item, got {right.dtype} of shape {right.shape}")
@@ -27,7 +27,7 @@ def pack_items(right: NDArray[np.bool_]) -> dict[str, Any]:
 
 
 def unpack_items(record: Mapping[str, Any]) -> NDArray[np.bool_]:
-    """The truth values of :func:`pack_items`."""
+    """Decode the truth values that :func:`pack_items` encoded."""
     count, text = record.get("count"), record.get("right")
     if not isinstance(count, int) or isinstance(count, bool) or count < 1 or not isinstance(text, str):
         raise ValueError(

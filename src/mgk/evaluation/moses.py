@@ -1,32 +1,32 @@
-"""English text as it was before Moses's tokeniser: IWSLT'14 and WMT'14 come tokenised and escaped."""
+"""Detokenisation of English text from Moses's tokeniser: IWSLT'14 and WMT'14 are tokenised and escaped."""
 
 from __future__ import annotations
 
 import re
 
-# "&amp;" last: "&amp;lt;" stands for the text "&lt;".
+# "&amp;" is replaced last, because "&amp;lt;" stands for the text "&lt;".
 _ESCAPES = (
     ("&apos;", "'"), ("&quot;", '"'), ("&lt;", "<"), ("&gt;", ">"), ("&#91;", "["), ("&#93;", "]"), ("&#124;", "|"),
     ("&bar;", "|"), ("&amp;", "&"),
 )  # fmt: skip
 
 _CLOSES = re.compile(r"[,.?!:;\\%}\])]+")
-"""Stands right after the word before it."""
+"""Marks that attach to the word before them."""
 _OPENS = re.compile(r"[$£€¥(\[{¿¡]+")
-"""Stands right before the next word."""
+"""Marks that attach to the word after them."""
 _QUOTES = re.compile(r"['\"„“”`]+")
 _CONTRACTION = re.compile(r"'[^\W\d_]")
-"""What follows an apostrophe in ``it 's``, ``we 're``, ``shouldn 't``."""
+"""Endings of contractions, as in ``it 's``, ``we 're``, ``shouldn 't``."""
 
 
 def detokenise(line: str) -> str:
-    """Undo Moses's escapes and put English punctuation back to its words.
+    """Undo Moses's escapes and attach English punctuation to its words.
 
-    ``we &apos;re &quot; here &quot; , ( all ) well @-@ known .`` is ``we're "here", (all) well-known.``
+    ``we &apos;re &quot; here &quot; , ( all ) well @-@ known .`` becomes ``we're "here", (all) well-known.``
 
-    By the rules of Moses's own detokeniser, without those for other languages: marks that close go to the left,
-    brackets and signs of currency that open to the right, contractions to the left, and quotation marks open and close
-    in turn. What the tokeniser lost does not come back, such as whether there were spaces around a dash.
+    The rules are those of Moses's own detokeniser for English: closing marks and contractions attach to the left,
+    opening brackets and currency signs to the right, and quotation marks open and close in turn. Information that the
+    tokeniser lost cannot be restored, such as whether there were spaces around a dash.
     """
     for escape, character in _ESCAPES:
         line = line.replace(escape, character)
@@ -41,7 +41,7 @@ def detokenise(line: str) -> str:
             glue_right = True
         elif _QUOTES.fullmatch(word):
             kind = "'" if word[0] in "'`" else '"'
-            # The s of a plural: "the jones ' house" has no quotation in it.
+            # The apostrophe of a plural possessive, as in "the jones ' house", is no quotation mark.
             is_possessive = word == "'" and not is_open[kind] and place > 0 and words[place - 1].endswith("s")
             if is_possessive or is_open[kind]:
                 glue_left = True

@@ -1,7 +1,7 @@
-"""Perplexity: of a language model on a stream of tokens, or of any model on batches with labels.
+"""Perplexity of a language model on a stream of tokens, or of any model on batches with labels.
 
-Of a stream, every token after the first is predicted exactly once, the last few that fill no window included. How far
-each may look back is what :func:`disjoint` and :func:`sliding` differ in.
+In a stream every token after the first is predicted exactly once, including the last ones, which do not fill a window.
+:func:`disjoint` and :func:`sliding` differ in the length of the context of each token.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from mgk.models.loss import IGNORED
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity:
-    """How well a model predicts tokens."""
+    """The mean loss of a model over predicted tokens, and the perplexity that follows from it."""
 
     nats_per_token: float
-    """Mean of ``-log p(token | those before it in its window)``."""
+    """Mean of ``-log p(token | earlier tokens in its window)``."""
     tokens: int
-    """How many were predicted; of a stream all but the first."""
+    """Number of predicted tokens; in a stream, all but the first."""
 
     @property
     def perplexity(self) -> float:
@@ -42,7 +42,7 @@ class Perplexity:
 
     @property
     def bits_per_token(self) -> float:
-        """The same in bits: of a stream of bytes, bits per byte."""
+        """``nats_per_token / log 2``, which for a stream of bytes is bits per byte."""
         return self.nats_per_token / math.log(2)
 
 
@@ -58,9 +58,10 @@ def disjoint(
     ranks: int = 1,
     progress: Progress = no_progress,
 ) -> Perplexity:
-    """Windows one after the other: cheap, and worse than :func:`sliding`, since a window's first token sees only one.
+    """Compute the perplexity over consecutive windows, which is cheap but overestimates.
 
-    This is what is watched during training, not what the paper reports. Arguments as in :func:`sliding`.
+    The first predictions of a window have little context, so the perplexity is higher than that of :func:`sliding`.
+    Training watches this one; the paper reports the other. The arguments are those of :func:`sliding`.
     """
     return sliding(
         model, tokens, length=length, stride=length, batch_size=batch_size, device=device, precision=precision,
@@ -81,32 +82,32 @@ def sliding(
     ranks: int = 1,
     progress: Progress = no_progress,
 ) -> Perplexity:
-    """A window that moves by ``stride``; of all but the first, only the last ``stride`` positions count.
+    """Compute the perplexity with a window that moves by ``stride`` and counts its last ``stride`` positions.
 
-    ``stride=1`` is what the paper reports: every token beyond the first window is predicted from the ``length`` before
-    it. ``stride=length`` is :func:`disjoint`. In between, each sees at least ``length - stride + 1``, and the work
-    shrinks ``stride`` times. The last window ends with the stream and may be shorter; its tokens see as much as they
-    would in a whole one.
+    In the first window all positions count. ``stride=1`` is what the paper reports: every token beyond the first window
+    is predicted from the ``length`` tokens before it. ``stride=length`` is :func:`disjoint`. In between, each token is
+    predicted from at least ``length - stride + 1`` tokens, and the work shrinks by a factor of ``stride``. The last
+    window ends with the stream and may be shorter; its tokens have the same context as in a full one.
 
-    Only the positions that count get logits; an adaptive softmax forms only those of their targets' clusters. Losses
-    are summed in fp64 over batches, inside one batch in fp32 or better.
+    Only the positions that count get logits; an adaptive softmax computes only the clusters of their targets. Losses
+    are summed in fp64 over batches, and in fp32 or better within a batch.
 
     Args:
-        model: not wrapped.
+        model: language model, not wrapped.
         tokens: integers ``[T]``, at least 2.
-        length: of a window.
+        length: length of a window.
         stride: from 1 to ``length``.
-        batch_size: windows of one forward call.
-        device: where the model is.
-        precision: autocast to this; ``None``: as the weights are.
-        rank: which of the ``ranks``. Every rank calls this and gets the same result.
-        ranks: how many share the work.
-        progress: shows how far it is.
+        batch_size: number of windows in a forward call.
+        device: device of the model.
+        precision: dtype of autocast; ``None`` computes in the dtype of the weights.
+        rank: this rank. Every rank must call this, and all get the same result.
+        ranks: number of ranks that share the work.
+        progress: shows the progress.
     """
     check_ranks(rank, ranks)
     windows = _Windows(tokens=np.asanyarray(tokens), length=length, stride=stride, batch_size=batch_size)
     table = model.config.max_position_embeddings
-    # Models of other libraries say themselves what they cannot do.
+    # Only our models are checked; those of other libraries check their length themselves.
     if getattr(model.config, "positions", None) == "learned" and windows.width(0) > table:
         raise ValueError(f"length must be at most max_position_embeddings={table}, got {length}")
     sums = _sums(model, windows, torch.device(device), precision, rank, ranks, progress)
@@ -125,18 +126,18 @@ def of_batches(
     ranks: int = 1,
     progress: Progress = no_progress,
 ) -> Perplexity:
-    """Of the labels in batches, such as those of :class:`mgk.data.Translations` with ``shuffle=False``.
+    """Compute the perplexity of the labels in batches, such as :class:`mgk.data.Translations` with ``shuffle=False``.
 
-    Every label that is not -100 counts once and for the same, in the first pass over the batches.
+    Every label that is not -100 counts once with equal weight, in the first epoch of the batches.
 
     Args:
-        model: a translation model and batches with ``labels``, or a language model and batches with ``shift_labels``.
-        batches: for one rank. They are shared out here.
-        device: this and the rest as in :func:`sliding`.
-        precision: see there.
-        rank: see there.
-        ranks: see there.
-        progress: see there.
+        model: a translation model for batches with ``labels``, or a language model for batches with ``shift_labels``.
+        batches: batches that are not split over ranks.
+        device: see :func:`sliding`.
+        precision: see :func:`sliding`.
+        rank: see :func:`sliding`.
+        ranks: see :func:`sliding`.
+        progress: see :func:`sliding`.
     """
     check_ranks(rank, ranks)
     if len(batches) == 0:
@@ -157,13 +158,13 @@ def _sums(
     ranks: int,
     progress: Progress,
 ) -> Tensor:
-    """Of one rank: nats and tokens, ``[2]`` in fp64. They stay on the device, which nobody waits for."""
+    """Return one rank's sums of nats and tokens, ``[2]`` in fp64, on the device, so that the host does not wait."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     with inference(model, device, precision):
         for turn, batch in take_turns(batches, rank, ranks, device, progress, "perplexity"):
-            # 0 keeps all.
+            # logits_to_keep=0 keeps all positions.
             kept = batches.kept(turn.number) if isinstance(batches, _Windows) else 0
-            # Divided by 1 instead of the number of labels, the loss is their sum.
+            # num_items_in_batch=1 makes the loss the sum over labels.
             outputs = model(**batch, logits_to_keep=kept, num_items_in_batch=1, use_cache=False)
             if turn.counts:
                 labels = batch["shift_labels"] if "shift_labels" in batch else batch["labels"]
@@ -174,11 +175,12 @@ def _sums(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Windows:
-    """Windows over a stream: number i covers the inputs from ``i * stride`` on, and predicts the token after each.
+    """Windows over a stream. Window i covers the inputs from ``i * stride`` on, and predicts the token after each.
 
-    ``batch`` gives ``input_ids`` and ``shift_labels``, ``[windows, width]``. Where the stream ends inside a window the
-    labels are ignored; no mask is needed, since no token sees what follows it. A batch keeps the same positions of all
-    its windows, so the first window, of which all count, has a batch of its own unless all count anyway.
+    ``batch`` returns ``input_ids`` and ``shift_labels``, ``[windows, width]``. Labels beyond the end of the stream are
+    ignored; a mask is not needed, because no token sees later ones. A batch keeps logits for the same positions of all
+    its windows, so the first window, in which all positions count, has a batch of its own if ``stride`` is below
+    ``length``.
     """
 
     tokens: NDArray[Any]
@@ -199,35 +201,35 @@ class _Windows:
 
     @property
     def positions(self) -> int:
-        """Inputs that have a token to predict."""
+        """Number of inputs that are followed by a token to predict."""
         return len(self.tokens) - 1
 
     @property
     def count(self) -> int:
-        """Windows."""
+        """Number of windows."""
         return 1 + max(0, -(-(self.positions - self.length) // self.stride))
 
     @property
     def _alone(self) -> int:
-        """Windows in front that have a batch for themselves."""
+        """Number of windows at the beginning with a batch of their own."""
         return 0 if self.stride == self.length else 1
 
     def __len__(self) -> int:
         return self._alone - (self._alone - self.count) // self.batch_size
 
     def windows(self, step: int) -> range:
-        """Which windows make this batch."""
+        """Numbers of the windows in a batch."""
         if step < self._alone:
             return range(1)
         begin = self._alone + (step - self._alone) * self.batch_size
         return range(begin, min(begin + self.batch_size, self.count))
 
     def width(self, step: int) -> int:
-        """Of the batch's first window; only the very last of all can be shorter."""
+        """Width of the first window of a batch; only the last window of all can be shorter."""
         return min(self.length, self.positions - self.windows(step).start * self.stride)
 
     def kept(self, step: int) -> int:
-        """How many positions count, from the end of the batch's width."""
+        """Number of positions that count, from the end of the batch's width."""
         seen_before = 0 if self.windows(step).start == 0 else self.length - self.stride
         return self.width(step) - seen_before
 

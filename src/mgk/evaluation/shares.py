@@ -1,4 +1,4 @@
-"""Batches shared out over ranks, and the sums that ranks make together."""
+"""Distribution of batches over ranks, and sums over ranks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Turn:
     """One forward call of a rank."""
 
     number: int
-    """Of the batch."""
+    """Number of the batch."""
     counts: bool = True
-    """False where the rank only keeps the others company."""
+    """Whether the batch counts; False if the rank takes part only because the others need it."""
 
 
 def share(count: int, rank: int, ranks: int) -> list[Turn]:
-    """The batches of one rank out of ``count``: ``rank, rank + ranks, ...``.
+    """Return the turns of one rank for ``count`` batches: ``rank, rank + ranks, ...``.
 
-    Every rank gets the same number of turns, since under FSDP the weights are gathered in each and all ranks must take
-    part. A rank with none left repeats the last batch, which does not count.
+    Every rank gets the same number of turns, because under FSDP all ranks must take part in every forward call. A rank
+    without a batch left repeats the last one, which then does not count.
     """
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
@@ -41,7 +41,7 @@ def share(count: int, rank: int, ranks: int) -> list[Turn]:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Some of the batches, in the order of the turns."""
+    """A selection of batches, in the order of the turns."""
 
     batches: Batches
     turns: Sequence[Turn]
@@ -59,7 +59,7 @@ class _Chosen:
 def take_turns(
     batches: Batches, rank: int, ranks: int, device: torch.device, progress: Progress, description: str
 ) -> Iterator[tuple[Turn, dict[str, Tensor]]]:
-    """The turns of a rank, each with its batch on the device. Made ahead in a thread and copied without waiting."""
+    """Yield the turns of a rank with their batches on the device, made ahead in a thread and copied asynchronously."""
     turns = share(len(batches), rank, ranks)
     made = iterate(_Chosen(batches, turns), 0, pin_memory=device.type == "cuda")
     for turn, batch in progress(zip(turns, made, strict=True), description, len(turns)):
@@ -67,7 +67,7 @@ def take_turns(
 
 
 def check_ranks(rank: int, ranks: int) -> None:
-    """Ranks that do not exist would leave their share out of the score."""
+    """Check ``rank`` and ``ranks``, because the shares of ranks that do not exist would be missing in the score."""
     if not 0 <= rank < ranks:
         raise ValueError(f"rank must lie in [0, {ranks}), got {rank}")
     if ranks > 1:
@@ -77,7 +77,7 @@ def check_ranks(rank: int, ranks: int) -> None:
 
 
 def reduce_sums(sums: Tensor) -> Tensor:
-    """Add up the sums of all ranks, in place, where torch.distributed is initialised. Any backend, on its device."""
+    """Add up the sums of all ranks in place, if torch.distributed is initialised, on any backend and its device."""
     if _is_distributed():
         dist.all_reduce(sums)
     return sums

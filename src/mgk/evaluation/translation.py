@@ -38,32 +38,25 @@ def translate(
     ranks: int = 1,
     progress: Progress = no_progress,
 ) -> list[str]:
-    """Translate a split by beam search, as fairseq does; sentences in the order of the corpus, on every rank.
+    """Translate a split by beam search as in fairseq. Every rank gets all sentences, in the order of the corpus.
 
     The defaults are those of fairseq's test; its validation during training has ``max_length_ratio=1.2`` and
-    ``max_length_offset=10``. As there, a hypothesis scores ``log p / length^length_penalty`` with ``<eos>`` counted,
-    the search for a sentence ends with its ``beams``-th finished hypothesis, the first token cannot be ``<eos>``,
-    padding is never chosen, and at the longest length the model must end and pays for it.
+    ``max_length_offset=10``. As in fairseq, the score of a hypothesis is ``log p / length^length_penalty`` with
+    ``<eos>`` counted, the search for a sentence ends with its ``beams``-th finished hypothesis, the first token cannot
+    be ``<eos>``, padding is never chosen, and at the length limit ``<eos>`` is forced and its probability counts.
 
-    Two things differ. The longest length is each sentence's own, where fairseq takes the longest source of the batch:
-    what comes out here does not depend on the other sentences. And where more hypotheses end in the last step than are
-    missing, the best stay, not the first.
+    There are two differences. The length limit depends on each sentence, where fairseq uses the longest source of the
+    batch, so a translation here does not depend on the other sentences. And if more hypotheses finish in the last step
+    than are missing, the best are kept, not the first.
 
-    Args:
-        model: not wrapped by DDP; ``fully_shard`` is fine. Its vocabularies are the corpus's.
-        corpus: of translations.
-        split: which part.
-        beams: hypotheses that are followed; 1 is a greedy search.
-        length_penalty: above, larger means longer.
-        max_length_ratio: a translation has at most ``ratio * source + offset`` tokens, where the source's ``<eos>``
-            counts and the translation's does not.
-        max_length_offset: see there.
-        max_tokens: source tokens of one batch, padding counted. Memory grows with ``beams`` times that.
-        device: where the model is.
-        precision: autocast to this; ``None``: as the weights are.
-        rank: which of the ``ranks``. Every rank calls this and gets all translations.
-        ranks: how many share the work.
-        progress: shows how far it is.
+    Args: model: translation model with the vocabularies of the corpus, not wrapped by DDP; ``fully_shard`` is fine.
+        corpus: translation corpus. split: split to translate. beams: number of beams; 1 is greedy search.
+        length_penalty: exponent in the score; larger values prefer longer translations. max_length_ratio: a translation
+        has at most ``ratio * source + offset`` tokens, where the source's ``<eos>`` counts and the translation's does
+        not. max_length_offset: the offset in this limit. max_tokens: source tokens in a batch, with padding. Memory
+        grows with ``beams`` times that. device: device of the model. precision: dtype of autocast; ``None`` computes in
+        the dtype of the weights. rank: this rank. Every rank must call this, and all get all translations. ranks:
+        number of ranks that share the work. progress: shows the progress.
     """
     check_ranks(rank, ranks)
     source = sentences(corpus, split, "source")
@@ -72,13 +65,13 @@ def translate(
     settings = _settings(model, corpus, beams, length_penalty)
     tokens = _generate(model, sources, settings, torch.device(device), precision, rank, ranks, progress)
     if ranks > 1:
-        # Each sentence has one rank that wrote it and zeros on the others.
+        # A sentence has its tokens on one rank and zeros on the others, so adding gathers them.
         reduce_sums(tokens)
     return [decode(corpus, "target", line) for line in tokens.cpu().numpy()]
 
 
 def sentences(corpus: Corpus, split: str, side: str) -> Sequences:
-    """The ``source`` or the ``target`` of a split."""
+    """Return the ``source`` or the ``target`` sentences of a split."""
     if split not in corpus.splits:
         raise ValueError(f"split must be one of {', '.join(corpus.splits)}, got {split!r}")
     found = corpus.splits[split].sequences
@@ -88,7 +81,7 @@ def sentences(corpus: Corpus, split: str, side: str) -> Sequences:
 
 
 def _limits(model: MGKForSeq2SeqLM, source: Sequences, ratio: float, offset: int) -> NDArray[np.int64]:
-    """The most tokens before ``<eos>`` of each translation, ``[sentences]``."""
+    """Length limit of each translation without ``<eos>``, ``[sentences]``."""
     if not ratio >= 0 or not offset >= 0 or ratio + offset == 0:
         raise ValueError(
             f"max_length_ratio and max_length_offset must not be negative nor both 0, got {ratio} and {offset}"
@@ -101,7 +94,7 @@ def _limits(model: MGKForSeq2SeqLM, source: Sequences, ratio: float, offset: int
             raise ValueError(
                 f"source sentences must have at most max_position_embeddings={table} tokens, got {longest}"
             )
-        # One position reads the start token, the last of them says "<eos>".
+        # One position of the table is for the start token, and the last one predicts "<eos>".
         limits = np.minimum(limits, table - 1)
     return limits
 
@@ -116,14 +109,14 @@ def _settings(model: MGKForSeq2SeqLM, corpus: Corpus, beams: int, length_penalty
     if config.eos_token_id != EOS or config.decoder_start_token_id is None:
         got = f"{config.eos_token_id} and {config.decoder_start_token_id}"
         raise ValueError(f"the model must have eos_token_id={EOS} and a decoder_start_token_id, got {got}")
-    # early_stopping: stop with the last of the beams, as fairseq does.
+    # early_stopping ends the search with the last finished beam, as in fairseq.
     search = {"num_beams": beams, "length_penalty": length_penalty, "early_stopping": True} if beams > 1 else {}
     return GenerationConfig(
         **search,
         do_sample=False,
         use_cache=True,
         min_new_tokens=1,
-        # What no target has: an untrained model may well say it. A vocabulary may be rounded up, too.
+        # Tokens that no target contains, which an untrained model may generate; a vocabulary may also be rounded up.
         suppress_tokens=[PAD, BOS, *range(size, config.vocab_size)],
         pad_token_id=PAD,
         eos_token_id=EOS,
@@ -141,12 +134,12 @@ def _generate(
     ranks: int,
     progress: Progress,
 ) -> Tensor:
-    """The translations of one rank's share, ``[sentences, longest]``, padded with 0, which all others' rows hold."""
-    # A row for each sentence, on every rank: to gather them is to add them, and nothing is pickled.
+    """Translate one rank's share: ``[sentences, longest]``, padded with 0, with zeros for sentences of other ranks."""
+    # Every rank has a row for each sentence, so they are gathered by addition and nothing is pickled.
     tokens = torch.zeros(len(sources.limits), int(sources.limits.max()) + 1, dtype=torch.int64, device=device)
     is_sharded = isinstance(model, FSDPModule)
     if is_sharded and "generate" not in vars(model):
-        # generate calls the encoder by itself, outside the forward call that gathers the weights.
+        # generate calls the encoder directly, outside of the forward call in which FSDP gathers the weights.
         register_fsdp_forward_method(model, "generate")
     with inference(model, device, precision), _own_settings(model):
         for turn, batch in take_turns(sources, rank, ranks, device, progress, "translation"):
@@ -157,7 +150,7 @@ def _generate(
                 attention_mask=batch["attention_mask"],
                 generation_config=settings,
                 logits_processor=LogitsProcessorList([_EndAtLimit(limits)]),
-                # Sharded weights are gathered at every step: a rank that is done goes on until all are.
+                # Sharded weights are gathered at every step, so a finished rank must continue until all have finished.
                 synced_gpus=is_sharded and ranks > 1,
             )
             if turn.counts:
@@ -168,7 +161,7 @@ def _generate(
 
 @contextmanager
 def _own_settings(model: MGKForSeq2SeqLM) -> Iterator[None]:
-    """What is saved with a model for its users must not change its score: generate would fill ours up with it."""
+    """Context without the model's own generation settings, with which generate would fill up ours."""
     saved = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -178,13 +171,13 @@ def _own_settings(model: MGKForSeq2SeqLM) -> Iterator[None]:
 
 
 class _EndAtLimit:
-    """Allows nothing but ``<eos>`` where a sentence has as many tokens as it may. Its own score stays."""
+    """Logits processor that allows only ``<eos>``, with its own score, when a sentence has reached its length limit."""
 
     def __init__(self, limits: Tensor) -> None:
         self.limits = limits
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """``[B * beams, N]`` with the start token, and ``[B * beams, V]``."""
+        """Process scores ``[B * beams, V]`` after tokens ``[B * beams, N]``, which include the start token."""
         limits = self.limits.repeat_interleave(len(scores) // len(self.limits))
         is_over = input_ids.shape[1] - 1 >= limits
         forbidden = is_over[:, None] & (torch.arange(scores.shape[1], device=scores.device) != EOS)
@@ -195,7 +188,7 @@ class _EndAtLimit:
 class _Sources:
     """Source sentences in batches of similar length, the longest first.
 
-    ``batch`` gives ``input_ids``, ``attention_mask``, which ``rows`` of the split these are, and their ``limits``.
+    ``batch`` returns ``input_ids``, ``attention_mask``, the ``rows`` of the split, and their length ``limits``.
     """
 
     sentences: Sequences
@@ -215,7 +208,7 @@ class _Sources:
         order = np.argsort(-lengths, kind="stable")
         cuts: list[tuple[int, int]] = []
         while (begin := cuts[-1][1] if cuts else 0) < len(order):
-            # Sentences padded to the first of them, which is the longest.
+            # Sentences are padded to the first one of the batch, which is the longest.
             cuts.append((begin, min(begin + self.max_tokens // max(int(lengths[order[begin]]), 1), len(order))))
         object.__setattr__(self, "_order", order)
         object.__setattr__(self, "_cuts", cuts)
@@ -228,7 +221,7 @@ class _Sources:
         return self._order[begin:end]
 
     def longest(self, step: int) -> int:
-        """The largest of the batch's limits."""
+        """Largest length limit in the batch."""
         return int(self.limits[self.rows(0, step)].max())
 
     def batch(self, epoch: int, step: int) -> dict[str, Tensor]:

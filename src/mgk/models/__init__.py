@@ -1,4 +1,4 @@
-"""Hugging Face models on mixture attention: ``save_pretrained``, ``generate``, ``Trainer`` and PEFT work as ever."""
+"""Hugging Face models on mixture attention. ``save_pretrained``, ``generate``, ``Trainer`` and PEFT work as usual."""
 
 from transformers import (
     AutoConfig,

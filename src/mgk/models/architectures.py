@@ -1,4 +1,4 @@
-"""The models of the paper by name, and a modern decoder."""
+"""Configurations of the paper's models, and of a modern decoder, by name."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 from mgk.models.configuration import MGKConfig
 
-# Long Range Arena, the recipe of the Nystromformer code base, which the paper follows. A head is 32 wide, however many
-# there are. Dropout also after the activation of the feed-forward network, as its model.py and the paper's have it.
+# Long Range Arena, as in the Nystromformer code base, which the paper follows. A head is 32 wide for every number of
+# heads. Dropout also follows the activation of the feed-forward network, as in its model.py and the paper's.
 _LONG_RANGE_ARENA = {
     "attention": "softmax", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 32,
     "intermediate_size": 128, "hidden_act": "gelu", "norm_placement": "pre", "positions": "learned", "dropout": 0.1,
@@ -15,8 +15,8 @@ _LONG_RANGE_ARENA = {
     "pad_token_id": 0,
 }  # fmt: skip
 
-# WikiText-103, the Transformer-XL code base without memory. Positions count up here: the released code counts down,
-# which no cache can follow.
+# WikiText-103, as in the Transformer-XL code base without memory. Positions count up here: the released code counts
+# down, which rules out a cache.
 _WIKITEXT = {
     "attention": "softmax", "vocab_size": 267_735, "num_hidden_layers": 16, "num_attention_heads": 8,
     "intermediate_size": 2048, "hidden_act": "relu", "norm_placement": "post", "positions": "sinusoidal",
@@ -30,7 +30,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "lra-retrieval": {**_LONG_RANGE_ARENA, "vocab_size": 512, "max_position_embeddings": 4096, "num_labels": 2},
     "wikitext103-small": {**_WIKITEXT, "hidden_size": 128, "head_dim": 16, "max_position_embeddings": 256},
     "wikitext103-medium": {**_WIKITEXT, "hidden_size": 256, "head_dim": 32, "max_position_embeddings": 384},
-    # fairseq's transformer_iwslt_de_en; its dictionaries: 8,848 German and 6,632 English entries.
+    # fairseq's transformer_iwslt_de_en, with its dictionaries of 8,848 German and 6,632 English entries.
     "iwslt14": {
         "attention": "softmax", "vocab_size": 6632, "source_vocab_size": 8848, "hidden_size": 512,
         "num_hidden_layers": 6, "decoder_layers": 6, "num_attention_heads": 4, "head_dim": 128,
@@ -50,14 +50,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 def architecture(name: str, **changes: Any) -> MGKConfig:
-    """The configuration of a model of the paper; ``changes`` win.
+    """Return the configuration of a model of the paper, with ``changes``.
 
-    The published baselines have softmax attention. ``architecture("lra-text", attention="smgk",
+    The default is the published baseline with softmax attention. ``architecture("lra-text", attention="smgk",
     num_attention_heads=4)`` is the paper's sMGK with half the heads.
 
     Args:
         name: one of :data:`ARCHITECTURES`.
-        changes: fields of :class:`MGKConfig`.
+        changes: fields of :class:`MGKConfig` to override.
     """
     if name not in ARCHITECTURES:
         raise ValueError(f"name must be one of {', '.join(ARCHITECTURES)}, got {name!r}")

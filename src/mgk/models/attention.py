@@ -1,4 +1,4 @@
-"""The attention layer inside a model: rotary positions and caches around :class:`mgk.MixtureAttention`."""
+"""The attention layer of a model: :class:`mgk.MixtureAttention` with rotary positions and caches."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from mgk.ops.linear import attend_in_linear_step, linear_weights, make_linear_pr
 from mgk.ops.problem import Mixture
 from mgk.ops.problem import Visibility as VisibilityOfCall
 
-# transformers' names of attention implementations, and the backends they mean. `auto` takes the stock kernels of `sdpa`
-# wherever they can do what was asked, and blocks of plain torch otherwise.
+# Backends for transformers' names of attention implementations. `auto` takes the stock kernels of `sdpa` where they
+# support the call, and otherwise blocks of plain torch.
 BACKENDS = {"eager": "reference", "sdpa": "auto", "triton": "triton"}
 
 
 class MGKAttention(MixtureAttention):
     """Self- or cross-attention with the mixture that the configuration names.
 
-    A cache holds what the attention needs of a token and nothing more: keys ``[B, Hkv, N, W]``, where W is the head's
-    width for shifted keys (one key per token; the shifts are added when it is read) and M times that for M projected
-    keys, and values ``[B, Hkv, N, D]``. Rotary positions turn keys before they are cached; shifts come after the
-    rotation. With ``qk_norm`` the norm needs the shifted keys, so there all M are normalised, rotated and cached.
+    A cache holds values ``[B, Hkv, N, D]`` and keys ``[B, Hkv, N, W]``. For shifted keys W is the width D of a head: a
+    token has one key, and the shifts are added when it is read. For projected keys W is ``M * D``. Keys are rotated
+    before they are cached and shifted afterwards. With ``qk_norm`` the norm needs the shifted keys, so all M of them
+    are normalised, rotated and cached.
     """
 
     def __init__(self, config: MGKConfig, layer_idx: int, *, is_causal: bool = False, is_cross: bool = False) -> None:
@@ -66,20 +66,20 @@ class MGKAttention(MixtureAttention):
         cache: Cache | None = None,
         output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend.
+        """Project, attend and project back.
 
         Args:
             hidden_states: ``[B, Nq, hidden_size]``.
             visibility: which keys each token may see.
-            context: ``[B, Nk, hidden_size]``, what cross-attention attends to.
-            rotation: turns queries and keys; ``None`` without rotary positions.
-            cache: takes the new keys and values and gives all of them.
+            context: ``[B, Nk, hidden_size]``, the encoder's states for cross-attention.
+            rotation: rotation of queries and keys; ``None`` without rotary positions.
+            cache: cache to which the new keys and values are added, and which returns all of them.
             output_attentions: whether to return the weights, which materialises them.
 
         Returns:
             ``[B, Nq, hidden_size]`` and the weights ``[B, H, Nq, Nk]``, or ``None``.
         """
-        # Read at every call: `model.set_attn_implementation` may change it.
+        # Read at every call, because `model.set_attn_implementation` may change it.
         self.backend = BACKENDS[self.config._attn_implementation or "sdpa"]
         query = self.project_query(hidden_states)
         if rotation is not None:
@@ -102,7 +102,7 @@ class MGKAttention(MixtureAttention):
                 self._widen_prefix(cache, keys.shape[-1])
                 keys, value = cache.update(keys, value, self.layer_idx)
                 slots = keys.shape[2]
-                # A static cache gives all its slots.
+                # A static cache returns all its slots.
                 keys, value = keys[:, :, : visibility.length], value[:, :, : visibility.length]
         out, weights = self.attend(
             query, self._unpack(keys), value, shift=self._late_shift(),
@@ -112,8 +112,8 @@ class MGKAttention(MixtureAttention):
             cu_seqlens=visibility.cu_seqlens, cu_seqlens_k=visibility.cu_seqlens_k,
         )  # fmt: skip
         if weights is not None and slots is not None and slots > weights.shape[-1]:
-            # Every step of generation shows weights of one width, those of the prompt too. (Padding by nothing would
-            # copy them, and what the output was computed from would no longer be what is shown.)
+            # At every step of generation, the prompt included, the weights have the width of the cache. (Padding by
+            # zero columns would copy them, and they would no longer be the tensor that the output was computed from.)
             weights = F.pad(weights, (0, slots - weights.shape[-1]))
         return out, weights
 
@@ -126,7 +126,7 @@ class MGKAttention(MixtureAttention):
         cache: Cache,
         output_attentions: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Of all tokens before these the cache holds one state, of a size that does not grow."""
+        """Linear attention to the new tokens and to the state of all earlier ones, which the cache holds."""
         if self.normalization != "sum":
             raise ValueError(f"normalization must be 'sum' where a cache is filled, got {self.normalization!r}")
         held = linear_state(cache, self.layer_idx)
@@ -147,7 +147,7 @@ class MGKAttention(MixtureAttention):
         return self.out_proj(out.transpose(1, 2).flatten(2)), weights
 
     def _new_keys(self, hidden_states: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
-        """Keys and values as the cache holds them."""
+        """Return keys and values in the layout of the cache."""
         key, _ = self.project_key(hidden_states)
         if rotation is not None:
             key = rotation(key)
@@ -155,7 +155,7 @@ class MGKAttention(MixtureAttention):
         return packed, self.project_value(hidden_states)
 
     def _widen_prefix(self, cache: Cache, width: int) -> None:
-        """Prefix tuning fills a cache with one key for each token: all components then share it."""
+        """Repeat the keys of a cache filled by prefix tuning, one per token, for all components."""
         layer = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
         if layer is None or not getattr(layer, "is_initialized", False) or layer.keys is None:
             return
@@ -170,7 +170,7 @@ class MGKAttention(MixtureAttention):
         layer.keys = layer.keys.repeat(1, 1, 1, self.num_components)
 
     def _context_keys(self, context: Tensor | None, cache: Cache | None) -> tuple[Tensor, Tensor]:
-        """The encoder's keys and values: projected once, then kept."""
+        """Return the encoder's keys and values, which are projected once and then cached."""
         # A static cache may have more slots than the source has tokens.
         length = None if context is None else context.shape[1]
         if isinstance(cache, EncoderDecoderCache):
@@ -187,21 +187,21 @@ class MGKAttention(MixtureAttention):
         return keys[:, :, :length], value[:, :, :length]
 
     def _unpack(self, packed: Tensor) -> Tensor:
-        """``[B, Hkv, N, M * D]`` to ``[B, Hkv, M, N, D]``; one key per token stays as it is."""
+        """Reshape ``[B, Hkv, N, M * D]`` to ``[B, Hkv, M, N, D]``; a single key per token is returned unchanged."""
         if self._adds_shifts_late:
             return packed
         return packed.unflatten(-1, (self.num_components, self.head_dim)).transpose(2, 3)
 
     def _late_shift(self) -> Tensor | None:
-        """What the attention adds to the one key of a token, which may be an old one, out of the cache."""
+        """Return the shifts that the attention adds to the single key of each token, new or cached, if it does so."""
         return self.keys(None)[1] if self._adds_shifts_late else None
 
     def bytes_per_cached_token(self, dtype: torch.dtype) -> int:
-        """What one token takes in a cache, where the attention is not linear and keeps tokens."""
+        """Bytes of one token in a cache, for attention that is not linear."""
         keys = 1 if self._adds_shifts_late else self.num_components
         return self.num_kv_heads * (keys + 1) * self.head_dim * dtype.itemsize
 
     @property
     def _adds_shifts_late(self) -> bool:
-        """Whether a token has one key here, to which the attention adds the shifts."""
+        """Whether each token has a single key, to which the attention adds the shifts."""
         return self.keys.shift is not None and self.k_norm is None

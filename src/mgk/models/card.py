@@ -1,4 +1,4 @@
-"""The README.md beside a saved model: what is known of it, for people and for the Hugging Face Hub."""
+"""The model card: the README.md of a saved model, for people and for the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from mgk.models.configuration import MGKConfig
 
 FILE = "README.md"
 
-# Of the text before it. A card that bears its own was written here and by nobody since, so it may be written again.
+# Hash of the text above it. A card whose hash matches has not been edited since it was written here, so it may be
+# overwritten.
 _SIGNATURE = re.compile(r"\n<!-- Written by mgk, sha256 ([0-9a-f]{64}) -->\n\Z")
 
-# What the Hub calls what a model is for, and which class of transformers loads it.
+# For each class of ours, the Hub's name of its task and the class of transformers that loads it.
 _USES = {
     "MGKForCausalLM": ("text-generation", "AutoModelForCausalLM"),
     "MGKForSeq2SeqLM": ("translation", "AutoModelForSeq2SeqLM"),
@@ -32,7 +33,7 @@ _USES = {
 
 
 def metadata(model: PreTrainedModel) -> ModelCardData:
-    """What the Hub reads of a card."""
+    """Return the metadata of a card, which the Hub reads."""
     use = _USES.get(type(model).__name__)
     return ModelCardData(
         library_name="transformers",
@@ -43,12 +44,12 @@ def metadata(model: PreTrainedModel) -> ModelCardData:
 
 
 def build(model: PreTrainedModel, data: ModelCardData, sections: Sequence[tuple[str, str]] = ()) -> ModelCard:
-    """A card.
+    """Build a card.
 
     Args:
-        model: what it is about.
-        data: :func:`metadata`, perhaps with results.
-        sections: headings and their text, after what the model itself tells.
+        model: the model that it describes.
+        data: :func:`metadata`, to which the caller may have added results.
+        sections: headings and texts that follow the description of the model.
     """
     parts = [
         f"# {data.model_name}",
@@ -61,7 +62,7 @@ def build(model: PreTrainedModel, data: ModelCardData, sections: Sequence[tuple[
 
 
 def facts(model: PreTrainedModel) -> list[tuple[str, str]]:
-    """What a model is, by name."""
+    """List the properties of a model as pairs of name and text."""
     config: MGKConfig = model.config
     layers = [module for module in model.modules() if isinstance(module, MGKAttention)]
     heads = f"{config.num_attention_heads}"
@@ -89,7 +90,7 @@ def facts(model: PreTrainedModel) -> list[tuple[str, str]]:
 
 
 def _cache(layers: list[MGKAttention], dtype: torch.dtype) -> str:
-    """What generation keeps."""
+    """Describe the size of the cache in generation."""
     first = layers[0]
     if first.feature_map is not None:
         return "a state of fixed size for each sequence, however long it is"
@@ -113,7 +114,7 @@ def _loading(model: PreTrainedModel) -> str:
 
 
 def licence() -> str:
-    """What is known of rights before somebody publishes the weights."""
+    """Text about licences, for weights that have not been published."""
     return (
         "The code, mgk, is under the Apache License 2.0. For the weights nobody has stated a licence yet: the Hub "
         "looks for `license:` at the top of this file."
@@ -121,7 +122,7 @@ def licence() -> str:
 
 
 def write(card: ModelCard, folder: str | os.PathLike[str]) -> bool:
-    """Put a card into a folder, unless there is one that a person has written or changed. Whether it was put there."""
+    """Write a card into a folder, unless a person wrote or edited the one there. Return whether it was written."""
     path = Path(folder) / FILE
     if path.exists() and not is_ours(path):
         return False
@@ -134,7 +135,7 @@ def write(card: ModelCard, folder: str | os.PathLike[str]) -> bool:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a card is as :func:`write` left it."""
+    """Whether :func:`write` wrote the card and nobody has edited it since."""
     try:
         text = path.read_bytes().decode()
     except (OSError, UnicodeDecodeError):

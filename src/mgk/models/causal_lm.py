@@ -19,14 +19,14 @@ from mgk.models.pretrained import ForwardOptions, MGKPreTrainedModel
 
 
 class CausalLMOptions(ForwardOptions, total=False):
-    """Not a named argument of ``forward``, where ``Trainer`` would take it for a column that evaluation needs."""
+    """Options that are no named argument of ``forward``, where ``Trainer`` would take them for columns of the data."""
 
     shift_labels: Tensor
     cluster_rows: Sequence[Tensor]
 
 
 class MGKForCausalLM(MGKPreTrainedModel, MGKGenerationMixin):
-    """A causal stack that predicts the next token, with a plain or an adaptive softmax, and ``generate``."""
+    """A causal language model with a plain or an adaptive softmax, and with ``generate``."""
 
     _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -48,18 +48,18 @@ class MGKForCausalLM(MGKPreTrainedModel, MGKGenerationMixin):
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The output layer, if it is one matrix."""
+        """Return the output layer if it is a single matrix, otherwise ``None``."""
         return None if self._is_adaptive else self.lm_head
 
     @property
     def _is_adaptive(self) -> bool:
-        """Asked of the configuration: PEFT may have wrapped the head itself."""
+        """Whether the softmax is adaptive, according to the configuration: PEFT may have wrapped the head itself."""
         return self.config.adaptive_cutoffs is not None
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **kwargs: Any
     ) -> nn.Embedding:
-        """Give the vocabulary another size."""
+        """Change the size of the vocabulary."""
         if self._is_adaptive:
             size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
             size = size if pad_to_multiple_of is None else -(-size // pad_to_multiple_of) * pad_to_multiple_of
@@ -71,10 +71,10 @@ class MGKForCausalLM(MGKPreTrainedModel, MGKGenerationMixin):
         return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, **kwargs)
 
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Continue prompts, as in transformers; padding may stand on either side of a prompt, or inside it.
+        """Continue prompts, as in transformers, with padding on either side of a prompt or inside it.
 
-        New tokens follow the last token of a prompt, never its padding. The prompts come back as they were given. (What
-        ``output_attentions`` shows has the padding first.) Without a mask, tokens that equal the padding token are
+        New tokens follow the last token of a prompt, never its padding. The returned prompts are unchanged, but the
+        weights of ``output_attentions`` have the padding first. Without a mask, tokens that equal the padding token are
         padding, as everywhere in transformers.
         """
         prompts = kwargs.pop("input_ids", None) if inputs is None else inputs
@@ -84,7 +84,7 @@ class MGKForCausalLM(MGKPreTrainedModel, MGKGenerationMixin):
         given = embeds if prompts is None else prompts
         if given is None or mask is None or mask.shape != given.shape[:2]:
             return super().generate(prompts, *args, **kwargs)
-        # Padding first, tokens in their order after it.
+        # The stable sort puts padding first and keeps the order of the tokens.
         order = mask.bool().long().argsort(dim=1, stable=True)
         kwargs["attention_mask"] = mask.gather(1, order)
         if (positions := kwargs.get("position_ids")) is not None and positions.shape == mask.shape:
@@ -100,7 +100,7 @@ class MGKForCausalLM(MGKPreTrainedModel, MGKGenerationMixin):
         return out
 
     def _mask_of_padding(self, prompts: Tensor, settings: dict[str, Any]) -> Tensor | None:
-        """``None`` where no token means padding, or where the end of a text has the same token."""
+        """Mask of prompts by their padding token; ``None`` without such a token, or if it also ends a text."""
         generation = settings.get("generation_config") or self.generation_config
         pad = settings.get("pad_token_id", generation.pad_token_id)
         end = settings.get("eos_token_id", generation.eos_token_id)
@@ -109,7 +109,7 @@ class MGKForCausalLM(MGKPreTrainedModel, MGKGenerationMixin):
         return (prompts != pad).long()
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Any:
-        """transformers counts from the start; positions from the end are left to :meth:`MGKModel.forward`."""
+        """Leave positions from the end to :meth:`MGKModel.forward`, because transformers counts from the start."""
         if self.config.positions_from == "end":
             return None
         return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
@@ -128,20 +128,20 @@ class MGKForCausalLM(MGKPreTrainedModel, MGKGenerationMixin):
         num_items_in_batch: int | Tensor | None = None,
         **kwargs: Unpack[CausalLMOptions],
     ) -> CausalLMOutputWithPast:
-        """Logits ``[B, N, V]``, and the loss where labels are given.
+        """Return logits ``[B, N, V]`` and, if labels are given, the loss.
 
-        With an adaptive softmax the logits are log-probabilities, and where labels are given there are none: the loss
-        never forms them.
+        With an adaptive softmax the logits are log-probabilities. If labels are given, they are ``None``, because the
+        loss never forms them.
 
         Args:
-            input_ids: ``[B, N]``. This and the rest as in :meth:`MGKModel.forward`.
-            attention_mask: see there.
-            position_ids: see there.
-            past_key_values: see there.
-            inputs_embeds: see there.
-            labels: ``[B, N]``, the tokens themselves (position i predicts label i + 1), -100 where nothing counts.
-            use_cache: see there.
-            logits_to_keep: how many positions from the end, or which, to compute logits for; 0 is all.
+            input_ids: ``[B, N]``, see :meth:`MGKModel.forward`.
+            attention_mask: see :meth:`MGKModel.forward`.
+            position_ids: see :meth:`MGKModel.forward`.
+            past_key_values: see :meth:`MGKModel.forward`.
+            inputs_embeds: see :meth:`MGKModel.forward`.
+            labels: ``[B, N]``, the tokens themselves (position i predicts label i + 1); -100 is ignored.
+            use_cache: see :meth:`MGKModel.forward`.
+            logits_to_keep: number of last positions, or indices of positions, to compute logits for; 0 is all.
             num_items_in_batch: divides the summed loss instead of the number of labels.
             kwargs: ``output_attentions`` and ``output_hidden_states``, see there; ``shift_labels [B, N]``, what each
                 position predicts, instead of ``labels``; with an adaptive softmax ``cluster_rows``, what

@@ -1,4 +1,4 @@
-"""Classification of a sequence: the Long Range Arena model."""
+"""Sequence classification: the Long Range Arena model."""
 
 from typing import Unpack
 
@@ -16,9 +16,9 @@ from mgk.ops.boundaries import sequence_of_tokens
 
 
 def sum_over_tokens(hidden_states: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Sum over the tokens that are not padding, ``[B, N, d]`` to ``[B, d]``, and how many they are, ``[B]``.
+    """Sum ``[B, N, d]`` over the tokens that are not padding, and return ``[B, d]`` and their number, ``[B]``.
 
-    Summed in fp32: a few thousand tokens overflow fp16.
+    The sum is in fp32, because a few thousand tokens overflow fp16.
     """
     if attention_mask is None:
         attention_mask = torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device)
@@ -31,9 +31,9 @@ def sum_over_tokens(hidden_states: Tensor, attention_mask: Tensor | None) -> tup
 
 
 def sum_over_sequences(hidden_states: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum over the tokens of each packed sequence, ``[1, T, d]`` to ``[S, d]``, and how many they are, ``[S]``.
+    """Sum ``[1, T, d]`` over the tokens of each packed sequence, and return ``[S, d]`` and their number, ``[S]``.
 
-    A product with a matrix of zeros and ones: sums in a fixed order, forward and backward.
+    The sum is a product with a matrix of zeros and ones, which has a fixed order, forward and backward.
     """
     sequence = sequence_of_tokens(cu_seqlens, hidden_states.shape[1])
     number = torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device)
@@ -44,7 +44,7 @@ def sum_over_sequences(hidden_states: Tensor, cu_seqlens: Tensor) -> tuple[Tenso
 
 
 def pool(hidden_states: Tensor, attention_mask: Tensor | None, cu_seqlens: Tensor | None, config: MGKConfig) -> Tensor:
-    """What ``config.pooling`` makes of each sequence, padded or packed. A sequence without tokens is 0."""
+    """Pool each sequence, padded or packed, as ``config.pooling`` says. A sequence without tokens gives 0."""
     if cu_seqlens is not None:
         total, count = sum_over_sequences(hidden_states, cu_seqlens)
     else:
@@ -69,7 +69,7 @@ class ClassificationHead(nn.Module):
 
 
 def classification_loss(config: MGKConfig, logits: Tensor, labels: Tensor, num_items: int | Tensor | None) -> Tensor:
-    """The loss that ``config.problem_type`` names; ``None`` asks the labels, as transformers does."""
+    """Loss according to ``config.problem_type``; if that is ``None``, according to the labels, as in transformers."""
     problem = config.problem_type
     if problem is None:
         if config.num_labels == 1:
@@ -88,7 +88,7 @@ def classification_loss(config: MGKConfig, logits: Tensor, labels: Tensor, num_i
 
 
 class MGKForSequenceClassification(MGKPreTrainedModel):
-    """The Long Range Arena classifier: the last states of a sequence pooled (``config.pooling``), then a small MLP."""
+    """The Long Range Arena classifier: an encoder, pooling over its last states (``config.pooling``), a small MLP."""
 
     def __init__(self, config: MGKConfig) -> None:
         super().__init__(config)
@@ -108,10 +108,10 @@ class MGKForSequenceClassification(MGKPreTrainedModel):
         num_items_in_batch: int | Tensor | None = None,
         **kwargs: Unpack[ForwardOptions],
     ) -> SequenceClassifierOutput:
-        """Logits ``[B, num_labels]``, and the loss where ``labels [B]`` are given.
+        """Return logits ``[B, num_labels]`` and, if ``labels [B]`` are given, the loss.
 
-        The other arguments are those of :meth:`MGKModel.forward`. With ``cu_seq_lens_q`` there is one row of logits,
-        and one label, for each packed sequence.
+        The other arguments are those of :meth:`MGKModel.forward`. With ``cu_seq_lens_q`` each packed sequence has one
+        row of logits and one label.
         """
         outputs = self.model(
             input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,

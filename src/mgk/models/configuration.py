@@ -18,7 +18,7 @@ from mgk.models.remote_code import auto_map, write_module
 from mgk.nn.presets import LINEAR_PRESETS, PRESETS, SOFTMAX_PRESETS
 from mgk.ops.feature_maps import NAMES as FEATURE_MAPS
 
-# Keys that transformers reads, or once wrote, without a field for them. They pass through to PreTrainedConfig.
+# Keys that transformers reads, or wrote in earlier versions, without a field. They are passed to PreTrainedConfig.
 KEYS_OF_TRANSFORMERS = {
     "add_cross_attention", "attn_implementation", "auto_map", "bad_words_ids", "cls_token_id",
     "cross_attention_hidden_size", "custom_pipelines", "early_stopping", "experts_implementation", "finetuning_task",
@@ -29,7 +29,7 @@ KEYS_OF_TRANSFORMERS = {
     "transformers_weights", "use_bfloat16",
 }  # fmt: skip
 
-# What the same things are called elsewhere, `mgk.nn` included.
+# Names that other libraries, or `mgk.nn`, use for our fields.
 OTHER_NAMES = {
     "d_model": "hidden_size", "embed_dim": "hidden_size", "ffn_dim": "intermediate_size",
     "n_heads": "num_attention_heads", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
@@ -39,11 +39,11 @@ OTHER_NAMES = {
 
 @strict
 class MGKConfig(PreTrainedConfig):
-    """What a model is made of. :func:`mgk.models.architecture` has the paper's models by name.
+    """The configuration of every model. :func:`mgk.models.architecture` has the paper's models by name.
 
-    One class serves every model; what a model has no use for is ignored by it (a classifier has no
-    ``adaptive_cutoffs``). Keys that nobody knows are refused, a misspelt one with the nearest name; settings of
-    generation pass, and are dropped, as in every configuration of transformers.
+    All models share this class, and each ignores the fields that it does not use (a classifier has no
+    ``adaptive_cutoffs``). Unknown keys are refused, with the nearest name as a hint; settings of generation are
+    accepted and dropped, as in every configuration of transformers.
     """
 
     model_type = "mgk"
@@ -59,23 +59,23 @@ class MGKConfig(PreTrainedConfig):
     """The attention of every layer, one of :data:`mgk.nn.PRESETS`. The priors of ``mgk-em`` and ``smgk-em`` change only
     when :func:`mgk.update_priors` is called, after each optimiser step."""
     num_components: int | None = None
-    """Keys per position; ``None`` is what the preset says."""
+    """Keys per position; ``None`` takes the number of the preset."""
     feature_map: str | None = None
-    """Of linear attention (``linear``, ``mlk``, ``smlk``): ``elu``, ``relu``, ``dpfp`` or ``favor``; ``None`` is what
-    the preset says. Linear attention has no attention dropout: it never forms the weights that would be dropped."""
+    """Feature map of linear attention (``linear``, ``mlk``, ``smlk``): ``elu``, ``relu``, ``dpfp`` or ``favor``;
+    ``None`` takes that of the preset. Linear attention has no attention dropout, because it never forms the weights."""
     normalization: Literal["sum", "length"] = "sum"
-    """Of linear attention: by the sum of the weights, or by the square root of the number of keys, as the paper's Long
-    Range Arena does it."""
+    """Divisor of linear attention: the sum of the weights, or the square root of the number of keys, as in the paper's
+    Long Range Arena experiments."""
     qk_norm: bool = False
     """Normalise queries and keys before the similarity."""
     learn_variance: bool = False
     """Learn a variance per key/value head and component."""
     variance_scale: int | float | list[int | float] | tuple[int | float, ...] = 1.0
-    """Variance over ``sqrt(head_dim)``, one number or one per component."""
+    """Variance divided by ``sqrt(head_dim)``, one number or one per component."""
     shift_init_std: int | float = 1.0
     """Standard deviation of the initial shifts."""
     shift_init: Literal["normal", "first-zero"] = "normal"
-    """Whether all shifts are drawn, or those of the first component start at 0, as in the paper's released code."""
+    """Draw all shifts, or start those of the first component at 0, as in the paper's released code."""
     prior_momentum: int | float = 0.0
     """How much of the old prior an EM update keeps."""
     prior: Literal["learned", "uniform"] | None = None
@@ -85,26 +85,26 @@ class MGKConfig(PreTrainedConfig):
     1 gives every query the constant that a shift from N(0, 1) gives every key."""
 
     vocab_size: int = 32000
-    """Tokens of the vocabulary; of the target's in translation."""
+    """Size of the vocabulary; in translation, of the target's."""
     source_vocab_size: int | None = None
-    """Tokens of the source's own vocabulary in translation; ``None``: source and target share one, and with
-    ``tie_word_embeddings`` also its table."""
+    """In translation, size of the source's own vocabulary; ``None`` if source and target share one, and with
+    ``tie_word_embeddings`` its embedding table as well."""
     hidden_size: int = 256
     """Width of the residual stream."""
     num_hidden_layers: int = 4
-    """Layers; of the encoder in translation."""
+    """Number of layers; in translation, of the encoder."""
     decoder_layers: int | None = None
-    """Layers of the decoder in translation; ``None`` is ``num_hidden_layers``."""
+    """In translation, number of layers of the decoder; ``None`` is ``num_hidden_layers``."""
     num_attention_heads: int = 4
-    """Query heads."""
+    """Number of query heads."""
     num_key_value_heads: int | None = None
-    """Key/value heads, a divisor of ``num_attention_heads``; ``None``: as many, 1: multi-query."""
+    """Number of key/value heads, a divisor of ``num_attention_heads``; ``None`` is equal to it, 1 is multi-query."""
     head_dim: int | None = None
-    """Width of a head; ``None`` is ``hidden_size / num_attention_heads``. Keep it when you halve the heads."""
+    """Width of a head; ``None`` is ``hidden_size / num_attention_heads``. Keep it fixed to halve only the heads."""
     intermediate_size: int = 1024
     """Width of the feed-forward network."""
     hidden_act: str = "gelu"
-    """Its activation, a name that transformers knows."""
+    """Activation of the feed-forward network, a name that transformers knows."""
     gated_mlp: bool = False
     """Multiply the activation by a second projection (SwiGLU with ``hidden_act="silu"``)."""
     attention_bias: bool = True
@@ -112,20 +112,20 @@ class MGKConfig(PreTrainedConfig):
     mlp_bias: bool = True
     """Biases in the feed-forward network."""
     norm: Literal["layer", "rms"] = "layer"
-    """Kind of the norms."""
+    """``LayerNorm`` or ``RMSNorm``."""
     norm_placement: Literal["pre", "post"] = "pre"
     """Norm before each sublayer and once at the end, or after each residual sum."""
     norm_eps: int | float = 1e-5
     """Added to the variance inside the norms."""
 
     positions: Literal["learned", "sinusoidal", "rotary", "none"] = "rotary"
-    """How tokens know where they are. With ``"rotary"``, and only then, there is also ``rope_parameters``, the
-    frequencies and their scaling as transformers writes them."""
+    """Kind of position encoding. Only with ``"rotary"`` there is also ``rope_parameters``, the frequencies and their
+    scaling in the format of transformers."""
     max_position_embeddings: int = 2048
-    """Length of the table of learned positions; for the others the length the model is meant for."""
+    """Length of the table of learned positions; for other positions, the length that the model is meant for."""
     positions_from: Literal["start", "end"] = "start"
-    """Where learned or sinusoidal positions are counted from: the first token, or back from the last, as the released
-    language models have it. Then the next token moves all positions, and nothing can be cached."""
+    """Count learned or sinusoidal positions from the first token, or back from the last, as the released language
+    models do. In the second case the next token moves all positions, so nothing can be cached."""
     scale_embeddings: bool = False
     """Multiply token embeddings by ``sqrt(hidden_size)``."""
 
@@ -139,18 +139,18 @@ class MGKConfig(PreTrainedConfig):
     classifier_size: int = 128
     """Hidden width of the classification head."""
     pooling: Literal["mean", "mean-over-length"] = "mean"
-    """What the head sees of a sequence: the mean of its last states over the tokens that are not padding, or their sum
-    divided by ``pooling_length``, as the published Long Range Arena code has it."""
+    """Input of the classification head: the mean of the last states over the tokens that are not padding, or their sum
+    divided by ``pooling_length``, as in the published Long Range Arena code."""
     pooling_length: int | None = None
     """The length to which the published code pads every sequence; ``None`` is ``max_position_embeddings``. Only with
     ``pooling="mean-over-length"``."""
     adaptive_cutoffs: list[int] | None = None
-    """Where the clusters of an adaptive softmax end, in tokens sorted by frequency; ``None``: a plain softmax."""
+    """Ends of the clusters of an adaptive softmax, in tokens sorted by frequency; ``None`` is a plain softmax."""
     tie_word_embeddings: bool = True
-    """One table for input tokens and output logits."""
+    """Share one table between input embeddings and output logits."""
 
     initialization: Literal["normal", "torch", "xavier"] = "normal"
-    """Of the projections: normal with ``initializer_range``, torch's own, or Xavier uniform."""
+    """Initialisation of the projections: normal with ``initializer_range``, torch's default, or Xavier uniform."""
     initializer_range: int | float = 0.02
     """Standard deviation of normal weights and embeddings (Xavier: embeddings have ``hidden_size ** -0.5``)."""
 
@@ -163,9 +163,9 @@ class MGKConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
     decoder_start_token_id: int | None = None
     tokenizer_sha256: str | None = None
-    """Fingerprint of the tokenizer the weights belong to: :func:`mgk.models.fingerprint`."""
+    """Fingerprint of the tokenizer that the weights belong to: :func:`mgk.models.fingerprint`."""
     source_tokenizer_sha256: str | None = None
-    """The same of the source's tokenizer, where it has its own vocabulary."""
+    """Fingerprint of the source's tokenizer, if the source has its own vocabulary."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._refuse_unknown(kwargs)
@@ -187,8 +187,9 @@ class MGKConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def _refuse_unknown(self, keys: dict[str, Any]) -> None:
-        """Refuse a key that is close to one of ours, and any other that transformers cannot have written."""
-        # A file names the version that wrote it, which may know keys that we do not: unlikely ones to be nearly ours.
+        """Refuse keys that resemble one of ours, and all others that transformers cannot have written."""
+        # A file names the version that wrote it. That version may know keys that we do not, but they hardly resemble
+        # ours.
         from_file = self.transformers_version is not None
         own = {field.name for field in fields(self)} | {"num_labels"}
         for key in sorted(keys.keys() - self.attribute_map.keys() - _keys_of_transformers()):
@@ -201,18 +202,18 @@ class MGKConfig(PreTrainedConfig):
             raise ValueError(f"num_labels must be a number, got {keys['num_labels']}")
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """As in transformers, with what ``trust_remote_code=True`` needs where nobody has imported ``mgk.models``."""
+        """Save as in transformers, with the module that ``trust_remote_code=True`` needs to import ``mgk.models``."""
         self.auto_map = auto_map(self.is_encoder_decoder, self.architectures)
         write_module(save_directory)
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Nothing to do: :meth:`save_pretrained` writes what loading needs."""
+        """Do nothing, because :meth:`save_pretrained` writes what loading needs."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers, but a misspelt change is refused instead of dropped."""
+        """Load as in transformers, but refuse a misspelt change instead of dropping it."""
         if not kwargs.get("return_unused_kwargs"):
             own = {field.name for field in fields(cls)}
             for key in sorted(kwargs.keys() - own - cls.attribute_map.keys() - _keys_of_transformers()):
@@ -222,7 +223,7 @@ class MGKConfig(PreTrainedConfig):
         return super().from_dict(config_dict, **kwargs)
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Any:
-        """What transformers makes caches for: the layers of the decoder, if asked for them alone."""
+        """Return the configuration for which transformers builds caches, that of the decoder if it asks for that."""
         if not decoder or encoder or self.decoder_layers in (None, self.num_hidden_layers):
             return self
         config = copy.deepcopy(self)
@@ -230,9 +231,9 @@ class MGKConfig(PreTrainedConfig):
         return config
 
     def validate_architecture(self) -> None:
-        """Called by transformers after construction."""
+        """Check the fields. transformers calls this after construction."""
         if self.attention not in PRESETS:
-            # The first family has more members, and more that are mistyped.
+            # The softmax presets come first, because there are more of them to mistype.
             nearest = [
                 match
                 for family in (SOFTMAX_PRESETS, LINEAR_PRESETS)
@@ -309,7 +310,7 @@ class MGKConfig(PreTrainedConfig):
 
 
 def _nearest(key: str, names: set[str], cutoff: float) -> str | None:
-    """The name that was probably meant."""
+    """Return the name that was probably meant, or ``None``."""
     if key in OTHER_NAMES:
         return OTHER_NAMES[key]
     return next(iter(difflib.get_close_matches(key, names, n=1, cutoff=cutoff)), None)
@@ -317,5 +318,5 @@ def _nearest(key: str, names: set[str], cutoff: float) -> str | None:
 
 @functools.cache
 def _keys_of_transformers() -> frozenset[str]:
-    """What any configuration may hold, and the settings of generation, which are dropped from it."""
+    """Keys that any configuration of transformers may hold, and the settings of generation, which it drops."""
     return frozenset(KEYS_OF_TRANSFORMERS | vars(PreTrainedConfig()).keys() | vars(GenerationConfig()).keys())

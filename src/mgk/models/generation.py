@@ -1,4 +1,4 @@
-"""Which ways to generate a model has."""
+"""The modes of generation that a model supports."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from transformers import GenerationConfig, GenerationMixin
 
 
 class MGKGenerationMixin(GenerationMixin):
-    """``generate``, without the ways in which a model with linear attention would have to take tokens back.
+    """``generate`` without the modes in which a model with linear attention would have to take back tokens.
 
-    transformers refuses assisted decoding and prompt lookup for models that it calls stateful. It does not look at the
-    assistant, which has to take back what the model did not accept.
+    transformers refuses assisted decoding and prompt lookup for stateful models, but does not check the assistant,
+    which has to take back the tokens that the model did not accept.
     """
 
     def _validate_generation_mode(
         self, generation_mode: Any, generation_config: GenerationConfig, generation_mode_kwargs: dict[str, Any]
     ) -> None:
         assistant = generation_mode_kwargs.get("assistant_model")
-        # An assistant of ours is asked by a model of any kind: `is_assistant` is how it is told.
+        # Any model may use one of ours as its assistant, which `is_assistant` tells us.
         for model in (assistant, self if generation_config.is_assistant else None):
             if model is not None and getattr(model, "_is_stateful", False):
                 raise ValueError(

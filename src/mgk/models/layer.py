@@ -65,9 +65,9 @@ class MGKLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         output_attentions: bool = False,
     ) -> Tensor:
-        """``[B, N, hidden_size]`` to the same; the arguments are those of :meth:`MGKAttention.forward`.
+        """Run the layer on ``[B, N, hidden_size]``; the arguments are those of :meth:`MGKAttention.forward`.
 
-        Checkpointing wants what has a gradient in front, and knows the cache by its name.
+        Gradient checkpointing needs the tensors with gradients first, and recognises the cache by its name.
         """
         x = self._before(self.self_attn_norm, hidden_states)
         x, _ = self.self_attn(

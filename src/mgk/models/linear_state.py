@@ -1,4 +1,4 @@
-"""What a model with linear attention remembers: one state for each layer, in the caches of transformers."""
+"""The state of linear attention, one per layer, in the caches of transformers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin, StaticLayer
 
 
 class LinearState(CacheLayerMixin):
-    """The state of one layer, ``[B, Hkv, F, Dv + 1]`` in fp32, in the place of its keys and values.
+    """The state of one layer, ``[B, Hkv, F, Dv + 1]`` in fp32, in place of its keys and values.
 
     Args:
-        slots: of the layer of a static cache whose place it takes, and whose tensors stay where they are, so that a
-            step can be compiled; ``None``: of a dynamic one.
+        slots: number of slots of the static cache layer that it replaces, whose tensors must keep their addresses so
+            that a step can be compiled; ``None`` for a dynamic cache.
     """
 
     is_compileable = True
@@ -31,7 +31,7 @@ class LinearState(CacheLayerMixin):
         return self.keys if self.is_initialized else None
 
     def take(self, state: Tensor, num_tokens: int) -> None:
-        """Remember ``state``, in which ``num_tokens`` more have been counted in."""
+        """Store ``state``, which includes ``num_tokens`` more tokens than the last one."""
         if not self.is_initialized:
             self.lazy_initialization(state, state[..., :0])
         if self.slots is None:
@@ -77,24 +77,24 @@ class LinearState(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """As transformers asks of every layer."""
+        """Implement the interface that transformers expects of a cache layer."""
         if self.is_initialized:
             assert self.keys is not None
             self._replace(self.keys.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """As transformers asks of every layer."""
+        """Implement the interface that transformers expects of a cache layer."""
         if self.is_initialized:
             assert self.keys is not None
             self._replace(self.keys.index_select(0, indices.to(self.keys.device)))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """A sum does not give back what was added to it."""
+        """Raise an error, because tokens cannot be taken out of a sum."""
         if tokens_to_remove != 0:
             raise ValueError(f"a state of linear attention cannot forget tokens, got {self._counted(tokens_to_remove)}")
 
     def _counted(self, tokens_to_remove: int) -> str:
-        """In words what transformers asks for: below zero so many less, above zero so many in all."""
+        """Describe the request in words: a negative number removes tokens, a positive one is the number to keep."""
         if tokens_to_remove > 0:
             return f"{tokens_to_remove} of {int(self.get_seq_length())} to keep"
         return f"{-tokens_to_remove} to remove"
@@ -107,7 +107,7 @@ class LinearState(CacheLayerMixin):
 
 
 def linear_state(cache: Cache, layer_idx: int) -> LinearState:
-    """The state of a layer, put into the place of what a cache that knows nothing of linear attention has there."""
+    """Return the state of a layer, after replacing the keys and values that an ordinary cache has for it."""
     while len(cache.layers) <= layer_idx:
         cache.layers.append(LinearState())
     layer = cache.layers[layer_idx]

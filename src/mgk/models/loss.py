@@ -1,4 +1,4 @@
-"""Cross entropy that is defined for every batch."""
+"""Cross entropy that is also defined for batches without labels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from mgk.ops.validation import may_inspect_values
 
 IGNORED = -100
-"""A label that counts for nothing, as everywhere in transformers."""
+"""The label that is ignored, as everywhere in transformers."""
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, num_items: int | Tensor | None = None) -> Tensor:
@@ -20,10 +20,10 @@ def cross_entropy(logits: Tensor, labels: Tensor, num_items: int | Tensor | None
     Args:
         logits: ``[..., C]``.
         labels: ``[...]``, in ``[0, C)`` or :data:`IGNORED`.
-        num_items: divide the sum by this instead of the number of labels, as gradient accumulation asks.
+        num_items: divides the sum instead of the number of labels, as gradient accumulation requires.
 
     Returns:
-        A scalar. Without any label to predict it is 0, with a warning, and so is its gradient.
+        A scalar. Without a label to predict, the loss and its gradient are 0, with a warning.
     """
     if labels.shape != logits.shape[:-1]:
         raise ValueError(f"labels must have shape {list(logits.shape[:-1])}, got {list(labels.shape)}")
@@ -34,7 +34,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, num_items: int | Tensor | None
 
 
 def mean_loss(total: Tensor, labels: Tensor, num_items: int | Tensor | None) -> Tensor:
-    """Divide a sum of losses by how many labels it holds."""
+    """Divide a sum of losses by the number of labels, or by ``num_items``."""
     count = (labels != IGNORED).sum()
     if may_inspect_values(count) and int(count) == 0:
         warnings.warn("all labels are ignored: the loss is 0", stacklevel=3)
@@ -44,7 +44,7 @@ def mean_loss(total: Tensor, labels: Tensor, num_items: int | Tensor | None) -> 
 
 
 def check_labels(labels: Tensor, num_classes: int) -> None:
-    """On a GPU a label outside the classes would be a device assertion far from here."""
+    """Check that labels are valid classes, which on a GPU would otherwise fail in a device assertion far from here."""
     if may_inspect_values(labels):
         wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= num_classes))]
         if wrong.numel() > 0:
@@ -52,5 +52,5 @@ def check_labels(labels: Tensor, num_classes: int) -> None:
 
 
 def shifted_labels(labels: Tensor) -> Tensor:
-    """The token after each: position i predicts label i + 1, and the last one nothing."""
+    """Return the label of the next position for each position, and :data:`IGNORED` for the last one."""
     return F.pad(labels, (0, 1), value=IGNORED)[..., 1:]

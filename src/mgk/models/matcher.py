@@ -1,4 +1,4 @@
-"""Classification of a pair of sequences: the Long Range Arena Retrieval model."""
+"""Classification of sequence pairs: the Long Range Arena Retrieval model."""
 
 from typing import Any, Unpack
 
@@ -14,7 +14,7 @@ from mgk.models.pretrained import ForwardOptions, MGKPreTrainedModel
 
 
 class MGKForSequencePairClassification(MGKPreTrainedModel):
-    """Both sequences through one encoder; the head sees ``[a, b, a * b, a - b]`` of what pooling makes of them."""
+    """One encoder for both sequences, and a head on ``[a, b, a * b, a - b]`` of their pooled states a and b."""
 
     def __init__(self, config: MGKConfig) -> None:
         super().__init__(config)
@@ -37,11 +37,11 @@ class MGKForSequencePairClassification(MGKPreTrainedModel):
         pair_cu_seq_lens_q: Tensor | None = None,
         **kwargs: Unpack[ForwardOptions],
     ) -> SequenceClassifierOutput:
-        """Logits ``[B, num_labels]``, and the loss where ``labels [B]`` are given.
+        """Return logits ``[B, num_labels]`` and, if ``labels [B]`` are given, the loss.
 
-        ``input_ids [B, N]`` and ``pair_input_ids [B, N']`` are the two sequences, each with its mask, or the two
-        ``inputs_embeds``. States and attentions in the output are those of the first; ``model.model`` has the other's.
-        Packed, each of the two has its own ``cu_seq_lens_q``, with as many sequences as the other.
+        ``input_ids [B, N]`` and ``pair_input_ids [B, N']`` are the two sequences, each with its mask; both may be given
+        as embeddings instead. States and attentions in the output are those of the first sequence; call ``model.model``
+        for those of the second. If packed, each has its own ``cu_seq_lens_q``, with the same number of sequences.
         """
         if (pair_input_ids is None) == (pair_inputs_embeds is None):
             got = "neither" if pair_input_ids is None else "both"

@@ -1,4 +1,4 @@
-"""Embeddings and a stack of layers: the trunk of every model."""
+"""The trunk of every model: embeddings and a stack of layers."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from mgk.models.visibility import (
 class MGKModel(MGKPreTrainedModel):
     """Token embeddings, positions and layers, without a head.
 
-    Bidirectional, or causal with ``config.is_decoder``, which the configuration of a language model has.
+    Self-attention is bidirectional, or causal with ``config.is_decoder``, which is set for language models.
 
     Args:
-        config: what it is made of.
-        is_causal: instead of ``config.is_decoder``.
+        config: configuration of the model.
+        is_causal: overrides ``config.is_decoder``.
         has_cross_attention: whether each layer attends to an encoder as well.
-        num_layers: instead of ``config.num_hidden_layers``.
-        vocab_size: instead of ``config.vocab_size``.
+        num_layers: overrides ``config.num_hidden_layers``.
+        vocab_size: overrides ``config.vocab_size``.
     """
 
     input_prefix = ""
-    """What stands before the names of the inputs in messages."""
+    """Prefix of the names of inputs in error messages."""
 
     def __init__(
         self,
@@ -68,14 +68,14 @@ class MGKModel(MGKPreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers. ``AutoModel`` comes here with every configuration, those of translation too."""
+        """Load as in transformers. ``AutoModel`` calls this for every configuration, including translation."""
         if cls is MGKModel and getattr(kwargs.get("config"), "is_encoder_decoder", False):
             return _seq2seq_model().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     @classmethod
     def _from_config(cls, config: MGKConfig, **kwargs: Any) -> Any:
-        """What ``AutoModel.from_config`` calls."""
+        """Build a model for ``AutoModel.from_config``."""
         if cls is MGKModel and config.is_encoder_decoder:
             return _seq2seq_model()._from_config(config, **kwargs)
         return super()._from_config(config, **kwargs)
@@ -101,21 +101,21 @@ class MGKModel(MGKPreTrainedModel):
         """Run the stack.
 
         Args:
-            input_ids: ``[B, N]``; or give ``inputs_embeds``.
-            attention_mask: ``[B, past + N]``, 0 at padding on either side; or pairs ``[B, 1 or H, N, Nk]``.
-            position_ids: ``[B, N]``; ``None`` counts from the first token that is not padding. Positions that start
-                anew within a row mark packed sequences, which do not see each other.
-            past_key_values: a cache of transformers, dynamic or static, in a causal stack.
+            input_ids: ``[B, N]``, unless ``inputs_embeds`` is given.
+            attention_mask: ``[B, past + N]``, 0 at padding on either side; or a mask of pairs ``[B, 1 or H, N, Nk]``.
+            position_ids: ``[B, N]``; ``None`` counts from the first token that is not padding. Positions that restart
+                within a row mark packed sequences, which do not see each other.
+            past_key_values: a cache of transformers, dynamic or static, for a causal stack.
             inputs_embeds: ``[B, N, hidden_size]`` instead of tokens.
             encoder_hidden_states: ``[B, Ns, hidden_size]``, for cross-attention.
             encoder_attention_mask: ``[B, Ns]``.
-            use_cache: whether to fill a cache; a new one unless ``past_key_values`` is given.
+            use_cache: whether to fill a cache, which is a new one unless ``past_key_values`` is given.
             output_attentions: whether to return the weights of every layer, which materialises them.
             output_hidden_states: whether to return the states between layers.
-            cu_seq_lens_q: int32 ``[S + 1]``: B is 1, and S sequences are packed one after the other, without padding.
-                What ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` of transformers gives; the other
-                numbers that it gives are not needed.
-            encoder_cu_seq_lens: the same of ``encoder_hidden_states``.
+            cu_seq_lens_q: int32 ``[S + 1]``, boundaries of S sequences that are packed one after the other in a batch
+                of one row. ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` of transformers returns it;
+                its other numbers are not needed.
+            encoder_cu_seq_lens: boundaries of ``encoder_hidden_states``.
         """
         if (input_ids is None) == (inputs_embeds is None):
             names = f"{self.input_prefix}input_ids and {self.input_prefix}inputs_embeds"
@@ -192,7 +192,7 @@ class MGKModel(MGKPreTrainedModel):
 
 
 def _seq2seq_model() -> type[MGKPreTrainedModel]:
-    # It is made of the model here.
+    # Imported late, because that module builds on this one.
     from mgk.models.seq2seq import MGKSeq2SeqModel
 
     return MGKSeq2SeqModel

@@ -1,9 +1,9 @@
-"""Tensors out of a file of ``torch.save``, read by a process of its own in which nothing but tensors can be made.
+"""Reads tensors from a file of ``torch.save`` in a separate process that can create nothing but tensors.
 
-The process runs this file by its path and imports nothing else of the library. It reads with ``weights_only=True``,
-never otherwise, and hands the tensors over as safetensors. Where the file holds a whole module of the authors' code
-instead of its state, as their language models are saved, every class in it is replaced by one that only remembers what
-it was given: neither their code nor torch's modules are run.
+The process runs this file by its path and imports nothing else of the library. It always reads with
+``weights_only=True`` and hands over the tensors as safetensors. If the file holds a whole module of the authors' code
+instead of its state, as their language models do, every class in it is replaced by one that only stores its
+attributes, so that neither their code nor torch's modules are run.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-# Where the classes of such modules come from.
+# Packages of the classes in such modules.
 REPLACED = ("mem_transformer.", "utils.", "torch.nn.modules.", "torch.nn.parallel.")
-# Under which names a state lies beside other things.
+# Keys under which a checkpoint may hold the state beside other things.
 STATES = ("model_state_dict", "state_dict", "model")
 
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:
-    """The tensors of a file, by name, on the CPU; the path of a safetensors file is read as such."""
+    """Read the tensors of a file by name, on the CPU. A safetensors file is read directly."""
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"a checkpoint must be a file, got {path}, where none is")
@@ -35,7 +35,7 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
         return load_file(path)
     with tempfile.TemporaryDirectory() as folder:
         taken = Path(folder) / "tensors.safetensors"
-        # -P: the folder of this file has modules of its own, which must not stand for others.
+        # -P keeps the folder of this file off the path, because its modules must not shadow others.
         finished = subprocess.run(
             [sys.executable, "-P", __file__, str(path), str(taken)], capture_output=True, text=True, check=False
         )
@@ -46,12 +46,12 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
 
 
 class Remembered:
-    """Stands for an object of a class that is not there: it has attributes and can do nothing."""
+    """Stand-in for an object whose class is not available: it has attributes and no behaviour."""
 
 
 def _read(path: Path) -> Any:
     names = []
-    # An older format does not list what it needs; whole modules in it are refused.
+    # The older format does not list the classes that it needs, so whole modules in it are refused.
     if zipfile.is_zipfile(path):
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     replaced: list[Any] = [(type("Remembered", (Remembered,), {}), name) for name in names if name.startswith(REPLACED)]
@@ -60,7 +60,7 @@ def _read(path: Path) -> Any:
 
 
 def _tensors(found: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer of a state, or of a module that is only remembered, by its name."""
+    """Yield every parameter and buffer of a state, or of a stand-in of a module, with its name."""
     if isinstance(found, Tensor):
         yield prefix, found
     elif isinstance(found, Mapping):
@@ -75,7 +75,7 @@ def _main(path: str, taken: str) -> None:
     try:
         found = _read(Path(path))
     except Exception as error:
-        # What torch says of it goes on for many lines, with advice that nobody should follow.
+        # torch's message goes on for many lines, with advice that nobody should follow.
         raise SystemExit(f"{type(error).__name__}: {str(error).splitlines()[0]}") from None
     if isinstance(found, Mapping):
         found = next((found[name] for name in STATES if isinstance(found.get(name), (Mapping, Remembered))), found)

@@ -1,4 +1,4 @@
-"""How tokens know where they are: learned, sinusoidal and rotary positions."""
+"""Position encodings: learned, sinusoidal and rotary."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SinusoidalPositions(nn.Module):
         self.hidden_size = hidden_size
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        """``[B, N]`` to ``[B, N, hidden_size]``, in fp32."""
+        """Encode positions ``[B, N]`` as ``[B, N, hidden_size]``, in fp32."""
         exponent = torch.arange(0, self.hidden_size, 2, device=position_ids.device, dtype=torch.float32)
         angle = position_ids[..., None].float() * 10000.0 ** (-exponent / self.hidden_size)
         return torch.cat([angle.sin(), angle.cos()], dim=-1)
@@ -43,13 +43,13 @@ class SinusoidalPositions(nn.Module):
 
 
 class RotaryEmbedding(LlamaRotaryEmbedding):
-    """Angles of rotary positions, every scaling that transformers knows included."""
+    """Angles of rotary positions, with every scaling that transformers knows."""
 
 
 class Rotation(NamedTuple):
-    """Turns queries and keys by the angles of their positions.
+    """The rotation of queries and keys by the angles of their positions.
 
-    A tuple, which accelerate takes apart to move the tensors to the device of a layer.
+    It is a tuple so that accelerate can move its tensors to the device of a layer.
     """
 
     cos: Tensor
@@ -64,7 +64,7 @@ class Rotation(NamedTuple):
 
 
 def build_positions(config: MGKConfig) -> nn.Module | None:
-    """The module that adds positions to embeddings; rotary positions enter in the attention instead."""
+    """Return the module that adds positions to embeddings, or ``None`` if the attention adds them, or nothing does."""
     if config.positions == "learned":
         return LearnedPositions(config.max_position_embeddings, config.hidden_size)
     if config.positions == "sinusoidal":

@@ -1,4 +1,4 @@
-"""What all models share: initial weights, the choice of backend, and what transformers must know about them."""
+"""The base class of all models: initial weights, the choice of backend, saving and loading."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from mgk.models.visibility import pad_to_slots
 from mgk.nn import PRESETS, EMPrior, FixedVariance, LearnedPrior, LearnedVariance, ShiftedKeys
 from mgk.ops.validation import may_inspect_values
 
-# Bytes. What torch's own allocator gives on a CPU.
+# Alignment of torch's allocator on a CPU, in bytes.
 ALIGNMENT = 64
 
 
 class ForwardOptions(TypedDict, total=False):
-    """What every model's ``forward`` takes besides its own arguments."""
+    """Arguments that every model's ``forward`` takes besides its own."""
 
     output_attentions: bool
     """Return the weights of every layer, which materialises them."""
     output_hidden_states: bool
     """Return the states between layers."""
     return_dict: bool
-    """False for a plain tuple."""
+    """Return an output object, or a plain tuple if False."""
     cu_seq_lens_q: Tensor | None
-    """Where sequences packed into one row begin: see :meth:`MGKModel.forward`."""
+    """Boundaries of sequences packed into one row: see :meth:`MGKModel.forward`."""
 
 
 class MGKPreTrainedModel(PreTrainedModel):
-    """Base of all models."""
+    """Base class of all models."""
 
     config_class = MGKConfig
     config: MGKConfig
@@ -57,34 +57,35 @@ class MGKPreTrainedModel(PreTrainedModel):
     _can_record_outputs: ClassVar[dict[str, Any]] = {"hidden_states": MGKLayer, "attentions": MGKAttention}
 
     def __init__(self, config: MGKConfig, *args: Any, **kwargs: Any) -> None:
-        # Again: fields may have been changed since, by hand or by `from_pretrained(..., dropout=7.0)`.
+        # Validated again, because fields may have been changed by hand or by `from_pretrained(..., dropout=7.0)`.
         config.validate()
         super().__init__(config, *args, **kwargs)
-        # What transformers asks before it tries tokens that it may have to take back.
+        # transformers asks this before it uses a mode of generation that may have to take back tokens.
         self._is_stateful = PRESETS[config.attention].feature_map is not None
         if PRESETS[config.attention].prior == "em":
-            # A running mean kept in half precision stops moving.
+            # In half precision a running mean would stop changing.
             self._keep_in_fp32_modules_strict = {"prior"}
 
     def _get_static_cache_init_shape(self) -> tuple[int, int] | None:
-        """transformers asks here what to fill a static cache with in advance: a state is made when it is needed."""
+        """Shape with which transformers fills a static cache in advance; ``None`` for a state, made when needed."""
         if PRESETS[self.config.attention].feature_map is not None:
             return None
         return super()._get_static_cache_init_shape()
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """transformers calls this after ``trust_remote_code=True``, and would then save copies of our source files.
+        """Do nothing, so that transformers does not save copies of our source files after ``trust_remote_code=True``.
 
         The configuration writes what loading needs: see :mod:`mgk.models.remote_code`.
         """
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers, from safetensors only: a pickle could run code.
+        """Load as in transformers, but only from safetensors, because a pickle could run code.
 
-        A damaged file is refused, and so is one that holds no weight of this model, unless ``output_loading_info=True``
-        asks for the list of what was missing. The loaded model gives the saved one's outputs to the last bit.
+        A damaged file is refused, and so is a file without a single weight of this model, unless
+        ``output_loading_info=True`` asks for the list of missing ones. The loaded model reproduces the outputs of the
+        saved one to the last bit.
         """
         if kwargs.get("use_safetensors") is False:
             raise ValueError("use_safetensors must be True, since other formats can run code, got False")
@@ -107,14 +108,14 @@ class MGKPreTrainedModel(PreTrainedModel):
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: Any, **kwargs: Any
     ) -> None:
-        """As in transformers, with a README.md that says what is known of the model, unless you have written one."""
+        """Save as in transformers, with a README.md that describes the model, unless you have written one."""
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
-        # Of a model with adapters transformers saves the adapters alone; and what is pushed has a card of its own.
+        # For a model with adapters transformers saves only the adapters, and a pushed model has a card of its own.
         if is_main_process and not getattr(self, "_hf_peft_config_loaded", False) and os.path.isdir(save_directory):
             write_card(build_card(self, card_metadata(self), [("Licence", licence())]), save_directory)
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """transformers asks here what to make of ``attn_implementation``."""
+        """Return the attention implementation for the ``attn_implementation`` that transformers was asked for."""
         if requested_attention is None:
             return "sdpa"
         if requested_attention.startswith("paged|"):
@@ -133,17 +134,17 @@ class MGKPreTrainedModel(PreTrainedModel):
     def create_masks_for_generate(
         config: MGKConfig, inputs_embeds: Tensor, attention_mask: Tensor | None, past_key_values: Cache, **_: Any
     ) -> Tensor | None:
-        """Give the mask the length of the static cache, so that every step of generation has the same shapes."""
+        """Pad the mask to the length of a static cache, so that every step of generation has the same shapes."""
         if attention_mask is None or isinstance(past_key_values.get_seq_length(), int):
             return attention_mask
         return pad_to_slots(attention_mask, past_key_values.get_max_length())
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Every parameter and buffer of one module.
+        """Initialise every parameter and buffer of one module.
 
-        Through transformers' functions, which skip what was loaded, or torch's ``nn.init``, which transformers makes do
-        the same while it calls this.
+        It uses transformers' functions, which skip loaded tensors, and torch's ``nn.init``, which transformers makes
+        skip them, too, while it calls this.
         """
         std = self.config.initializer_range
         if isinstance(module, nn.Linear):
@@ -185,14 +186,14 @@ class MGKPreTrainedModel(PreTrainedModel):
 
 
 def _align(model: nn.Module) -> None:
-    """Weights that are mapped from a file lie as the file puts them, where matrix kernels round differently."""
+    """Align weights that are mapped from a file, because matrix kernels round differently for unaligned ones."""
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT != 0:
             parameter.data = parameter.data.clone()
 
 
 def check_token_ids(name: str, token_ids: Tensor, vocab_size: int) -> None:
-    """Shape and dtype; and values, which on a GPU would be a device assertion far from here."""
+    """Check shape, dtype and values, since on a GPU a wrong value fails in a device assertion far from here."""
     if token_ids.ndim != 2 or token_ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(
             f"{name} must be integers of shape [B, N], got {token_ids.dtype} of shape {list(token_ids.shape)}"

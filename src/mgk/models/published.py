@@ -1,6 +1,6 @@
-"""Checkpoints of the paper's authors (``minhtannguyen/transformer-mgk``) as models of ours.
+"""Conversion of checkpoints of the paper's authors (``minhtannguyen/transformer-mgk``) to our models.
 
-What corresponds to what, for a head h and a component r::
+The tensors correspond as follows, for a head h and a component r::
 
     ours                      Long Range Arena                      language model
     k_proj, rows of (h, r)    W_k, W_k2, rows of h                  kv_net, its part r, rows of h
@@ -9,7 +9,7 @@ What corresponds to what, for a head h and a component r::
     variances                 sqrt(D)                               sqrt(D), sqrt(D) / 3
     cluster c of the softmax  -                                     row -1 - c of cluster_weight
 
-Their priors need not sum to one; the attention is the same for any multiple.
+Their priors need not sum to one, because the attention is the same for any multiple.
 """
 
 from __future__ import annotations
@@ -39,22 +39,24 @@ def import_checkpoint(
     length: int | None = None,
     adaptive_cutoffs: Sequence[int] | None = None,
 ) -> MGKPreTrainedModel:
-    """A model with the weights of a checkpoint of the authors' code, in evaluation mode.
+    """Return a model with the weights of a checkpoint of the authors' code, in evaluation mode.
 
-    Softmax attention, MGK and sMGK with priors learned by gradient or with hard assignment come out as the same
-    function (of soft mixtures in language models up to the 1e-6 that they add to a sum). Refused is what no model here
-    computes: linear attention, which they divide otherwise, and priors that differ between positions. What a file does
-    not say is taken to be as their scripts have it: learned positions and mean pooling (Long Range Arena), norms after
-    the residual sum (language models). Nor does the file of a classifier say whether ``--model`` was ``softmax`` or
-    ``linear``, but for sMLK: it is taken to be ``softmax``.
+    Softmax attention, and MGK and sMGK with hard assignment or with priors learned by gradient, compute the same
+    function as the original (soft mixtures in language models up to the 1e-6 that the authors' code adds to a sum).
+    Checkpoints that no model here can compute are refused: linear attention, which the authors' code normalises
+    differently, and priors that differ between positions. Settings that the file does not contain are those of the
+    authors' scripts: learned positions and mean pooling (Long Range Arena), norms after the residual sum (language
+    models). Except for sMLK, the file of a classifier does not tell whether ``--model`` was ``softmax`` or ``linear``
+    either; ``softmax`` is assumed.
 
     Args:
-        path: a ``.pt`` or ``.model`` file as their code saves it, or its state as safetensors. It is read in a process
-            of its own, and nothing in it is run.
-        num_attention_heads: needed where the weights do not tell, which is where there are no shifts.
-        length: what sequences were padded to (Long Range Arena; ``None``: the rows of the table of positions), or the
-            window (language models; ``None``: 256).
-        adaptive_cutoffs: of a language model's softmax; ``None``: 20,000, 40,000 and 200,000, as for WikiText-103.
+        path: a ``.pt`` or ``.model`` file saved by the authors' code, or its state as safetensors. It is read in a
+            separate process, and nothing in it is run.
+        num_attention_heads: number of heads, required if the checkpoint has no shifts, from which it could be inferred.
+        length: length to which sequences were padded (Long Range Arena; ``None``: the rows of the table of positions),
+            or the window (language models; ``None``: 256).
+        adaptive_cutoffs: cutoffs of a language model's softmax; ``None``: 20,000, 40,000 and 200,000, as for
+            WikiText-103.
     """
     weights = Weights(path, read_tensors(path))
     model: MGKPreTrainedModel
@@ -71,11 +73,11 @@ def import_checkpoint(
 
 
 class Weights:
-    """The tensors of a checkpoint, each of which must be taken."""
+    """The tensors of a checkpoint. :meth:`check_all_taken` makes sure that each of them was used."""
 
     def __init__(self, path: str | Path, tensors: dict[str, Tensor]) -> None:
         self.path = path
-        # Some are wrapped for several devices.
+        # Some models were wrapped for several devices.
         self._tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
 
     def has(self, pattern: str) -> bool:
@@ -85,7 +87,7 @@ class Weights:
         return ", ".join(sorted(self._tensors)[:count])
 
     def count_layers(self, pattern: str) -> int:
-        """By a pattern whose first group is the number of a layer."""
+        """Count the layers by a pattern whose first group is the number of a layer."""
         numbers = {int(found[1]) for name in self._tensors if (found := re.match(pattern, name))}
         if not numbers:
             raise ValueError(f"{self.path} must have at least one layer of its own, got none")
@@ -100,7 +102,7 @@ class Weights:
         return self._tensors.pop(name, None)
 
     def take_linear(self, name: str, target: str) -> dict[str, Tensor]:
-        """Weight and bias, by the names of the target."""
+        """Take weight and bias, and return them under the names of the target."""
         return {f"{target}.{part}": self.take(f"{name}.{part}") for part in ("weight", "bias")}
 
     def check_all_taken(self) -> None:
@@ -125,7 +127,7 @@ def _long_range_arena(weights: Weights, heads: int | None, length: int | None) -
         attn = f"{theirs}.mha.attn"
         shift = weights.take_if_there(f"{attn}.multi_gauss_kernel.mu")
         pi = weights.take_if_there(f"{attn}.multi_gauss_kernel.pi")
-        # The same parameter may have a second name.
+        # The same parameter may be stored under a second name.
         again = weights.take_if_there(f"{attn}.pi")
         weights.take_if_there(f"{attn}.kk_distance")
         keys = [f"{theirs}.mha.W_k"] + [f"{theirs}.mha.W_k2"] * weights.has(rf"transformer_{number}\.mha\.W_k2\.")
@@ -174,7 +176,7 @@ def _language_model(
         ends = [20_000, 40_000, 200_000] if cutoffs is None else list(cutoffs)
         if len(ends) != len(clusters):
             raise ValueError(f"adaptive_cutoffs must be {len(clusters)}, as many as there are clusters, got {ends}")
-        # They read the column of a cluster from the end.
+        # The authors' code reads the columns of the clusters from the end.
         found |= {"lm_head.cluster_weight": clusters.flip(0), "lm_head.bias": bias}
         found["lm_head.cluster_bias"] = weights.take("crit.cluster_bias").flip(0)
     elif bool((bias != 0).any()):
@@ -217,7 +219,7 @@ def _language_model(
 
 
 def _pi_of_language(weights: Weights, theirs: str) -> Tensor | None:
-    """Priors ``[2, H, positions]``; EM keeps the first, and the second is what it leaves."""
+    """Return priors ``[2, H, positions]``; EM stores the first, and the second is one minus that."""
     both = [weights.take_if_there(f"{theirs}.pi{number}") for number in range(2)]
     first = weights.take_if_there(f"{theirs}.pi")
     if first is not None:
@@ -228,14 +230,14 @@ def _pi_of_language(weights: Weights, theirs: str) -> Tensor | None:
 
 
 class Mixture:
-    """What tells one of their attention layers from another.
+    """The kind of one attention layer of a checkpoint, and its mixture parameters.
 
     Args:
-        weights: for messages.
-        shift: ``mu [2, H, D]``, or none.
-        pi: ``[2]``, shared by all heads; ``[H, positions]``, of EM; ``[2, H, positions]``; or none.
-        projections: of keys, 1 or 2.
-        heads: what the user says.
+        weights: the checkpoint, for error messages.
+        shift: ``mu [2, H, D]``, or ``None``.
+        pi: ``[2]``, shared by all heads; ``[H, positions]``, from EM; ``[2, H, positions]``; or ``None``.
+        projections: number of key projections, 1 or 2.
+        heads: number of heads that the user gave, or ``None``.
     """
 
     def __init__(
@@ -268,11 +270,11 @@ class Mixture:
                 pi = pi[:, None].expand(-1, heads)
             if bool((pi.sum(0) == 0).any()):
                 raise ValueError(f"{weights.path} must have a prior above 0 in every head, got one without")
-            # The logarithm of 0 would be no parameter; this is 0 in any sum that it enters.
+            # A parameter must not be -inf; the logarithm of the smallest number has no effect on any sum.
             self.logits = pi.T.clamp(min=torch.finfo(pi.dtype).tiny).log().contiguous()
 
     def join(self, projections: list[Tensor]) -> Tensor:
-        """Rows of all components, ``[H * D, ...]`` each, as one projection ``[H * M * D, ...]``."""
+        """Join the rows of all components, ``[H * D, ...]`` each, to one projection ``[H * M * D, ...]``."""
         rows = len(projections[0])
         if rows % self.heads != 0:
             raise ValueError(f"num_attention_heads must divide the width of all heads, {rows}, got {self.heads}")
@@ -289,7 +291,7 @@ class Mixture:
 
 
 def _attention(weights: Weights, mixtures: list[Mixture], found: dict[str, Tensor]) -> dict[str, Any]:
-    """The fields of the configuration that the layers agree on."""
+    """Return the fields of the configuration that describe the attention, on which all layers must agree."""
     presets = sorted({mixture.preset for mixture in mixtures})
     if len(presets) != 1:
         raise ValueError(f"{weights.path} must have one kind of attention in all layers, got {', '.join(presets)}")
@@ -298,7 +300,7 @@ def _attention(weights: Weights, mixtures: list[Mixture], found: dict[str, Tenso
 
 
 def _fill(kind: type[MGKPreTrainedModel], config: MGKConfig, found: dict[str, Tensor]) -> MGKPreTrainedModel:
-    """A model of this kind with these weights, every one of which it must have."""
+    """Build a model of this kind and load the weights, which must match its own one to one."""
     model = kind(config).to(found["model.embed_tokens.weight"].dtype)
     missing, unexpected = model.load_state_dict(found, strict=False)
     tied = set(model.all_tied_weights_keys)

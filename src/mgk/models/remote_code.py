@@ -1,4 +1,4 @@
-"""What makes ``trust_remote_code=True`` work: a saved model names a module beside its weights, which imports ours."""
+"""Support of ``trust_remote_code=True``: a saved model names a module beside its weights, which imports ours."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mgk.models import (  # noqa: F401
 
 
 def auto_map(is_encoder_decoder: bool, architectures: list[str] | None) -> dict[str, str]:
-    """Which class each ``Auto`` class of transformers stands for, as ``config.json`` has it."""
+    """Map each ``Auto`` class of transformers to a class of ours, in the format of ``config.json``."""
     classes = {"AutoConfig": "MGKConfig"}
     if is_encoder_decoder:
         classes |= {"AutoModel": "MGKSeq2SeqModel", "AutoModelForSeq2SeqLM": "MGKForSeq2SeqLM"}
@@ -40,7 +40,7 @@ def auto_map(is_encoder_decoder: bool, architectures: list[str] | None) -> dict[
 
 
 def write_module(folder: str | os.PathLike[str]) -> None:
-    """Put the module that :func:`auto_map` names into a folder."""
+    """Write the module that :func:`auto_map` names into a folder."""
     names = "\n".join(f"    {name}," for name in CLASSES)
     Path(folder).mkdir(parents=True, exist_ok=True)
     (Path(folder) / f"{MODULE}.py").write_text(SOURCE.format(names=names), encoding="utf-8")

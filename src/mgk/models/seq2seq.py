@@ -1,4 +1,4 @@
-"""Translation: an encoder and a decoder, mixture attention in both and between them."""
+"""The translation model: an encoder and a decoder with mixture attention in both and between them."""
 
 import copy
 from typing import Any, ClassVar, Unpack
@@ -39,8 +39,8 @@ class MGKDecoder(MGKModel):
 class MGKSeq2SeqModel(MGKPreTrainedModel):
     """Encoder and decoder without a head.
 
-    Source and target share one table of embeddings, unless ``config.source_vocab_size`` gives the source its own or
-    ``config.tie_word_embeddings`` is off.
+    Source and target share one embedding table, unless ``config.source_vocab_size`` gives the source a vocabulary of
+    its own or ``config.tie_word_embeddings`` is off.
     """
 
     def __init__(self, config: MGKConfig) -> None:
@@ -61,7 +61,7 @@ class MGKSeq2SeqModel(MGKPreTrainedModel):
             self.encoder.embed_tokens = value
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Give the target's vocabulary, and the source's where they share a table, another size."""
+        """Change the size of the target's vocabulary, and of the source's if they share a table."""
         _keep_source_table(self.config)
         return super().resize_token_embeddings(*args, **kwargs)
 
@@ -84,18 +84,18 @@ class MGKSeq2SeqModel(MGKPreTrainedModel):
         """Run the encoder, unless ``encoder_outputs`` are given, and the decoder.
 
         Args:
-            input_ids: ``[B, Ns]``, the source; or ``inputs_embeds``.
+            input_ids: ``[B, Ns]``, the source, unless ``inputs_embeds`` is given.
             attention_mask: ``[B, Ns]``, 0 at padding.
-            decoder_input_ids: ``[B, Nt]``, the target so far; or ``decoder_inputs_embeds``.
+            decoder_input_ids: ``[B, Nt]``, the target so far, unless ``decoder_inputs_embeds`` is given.
             decoder_attention_mask: ``[B, past + Nt]``, 0 at padding.
-            encoder_outputs: of an earlier call.
+            encoder_outputs: outputs of the encoder from an earlier call.
             past_key_values: an ``EncoderDecoderCache``.
             inputs_embeds: ``[B, Ns, hidden_size]``.
             decoder_inputs_embeds: ``[B, Nt, hidden_size]``.
-            decoder_position_ids: ``[B, Nt]``; ``None`` counts.
+            decoder_position_ids: ``[B, Nt]``; ``None`` counts from the first token that is not padding.
             use_cache: whether to fill a cache.
-            decoder_cu_seq_lens_q: int32 ``[S + 1]``: B is 1, and S targets are packed one after the other, without
-                padding; ``cu_seq_lens_q`` says the same of their sources.
+            decoder_cu_seq_lens_q: int32 ``[S + 1]``, boundaries of S targets that are packed one after the other in a
+                batch of one row; ``cu_seq_lens_q`` has those of their sources.
             kwargs: ``output_attentions``: whether to return all weights, which materialises them;
                 ``output_hidden_states``: whether to return the states between layers.
         """
@@ -133,7 +133,7 @@ class MGKSeq2SeqModel(MGKPreTrainedModel):
 
 
 class MGKForSeq2SeqLM(MGKPreTrainedModel, MGKGenerationMixin):
-    """The translation model: encoder, decoder and a softmax over the target's vocabulary, and ``generate``."""
+    """Encoder, decoder and a softmax over the target's vocabulary, with ``generate``."""
 
     def __init__(self, config: MGKConfig) -> None:
         config = _as_encoder_decoder(config)
@@ -146,7 +146,7 @@ class MGKForSeq2SeqLM(MGKPreTrainedModel, MGKGenerationMixin):
         self.post_init()
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
-        """Give the target's vocabulary, and the source's where they share a table, another size."""
+        """Change the size of the target's vocabulary, and of the source's if they share a table."""
         _keep_source_table(self.config)
         return super().resize_token_embeddings(*args, **kwargs)
 
@@ -157,7 +157,7 @@ class MGKForSeq2SeqLM(MGKPreTrainedModel, MGKGenerationMixin):
         return self.model.decoder
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor, cu_seq_lens: Tensor | None = None) -> Tensor:
-        """What the decoder reads while it predicts ``labels``: they follow the start token."""
+        """Return the decoder's input for predicting ``labels``: the start token, then all labels but the last."""
         start, pad = self.config.decoder_start_token_id, self.config.pad_token_id
         if start is None or pad is None:
             raise ValueError(
@@ -184,10 +184,10 @@ class MGKForSeq2SeqLM(MGKPreTrainedModel, MGKGenerationMixin):
         decoder_cu_seq_lens_q: Tensor | None = None,
         **kwargs: Unpack[ForwardOptions],
     ) -> Seq2SeqLMOutput:
-        """Logits ``[B, Nt, V]``, and the loss where ``labels [B, Nt]`` are given.
+        """Return logits ``[B, Nt, V]`` and, if ``labels [B, Nt]`` are given, the loss.
 
-        Labels are the target itself; without ``decoder_input_ids`` the decoder reads them one position late. The other
-        arguments are those of :meth:`MGKSeq2SeqModel.forward`.
+        Labels are the target itself. Without ``decoder_input_ids`` the decoder reads the labels shifted by one
+        position. The other arguments are those of :meth:`MGKSeq2SeqModel.forward`.
         """
         if labels is not None:
             use_cache = False
@@ -217,8 +217,10 @@ class MGKForSeq2SeqLM(MGKPreTrainedModel, MGKGenerationMixin):
 
 
 def one_later(labels: Tensor, start: int, pad: int, cu_seq_lens: Tensor | None = None) -> Tensor:
-    """``labels [B, N]`` one position late, behind a ``start`` token, with ``pad`` where a label does not count; packed
-    labels ``[1, T]`` behind one for each sequence."""
+    """Shift ``labels [B, N]`` right by one position, put ``start`` first, and replace ignored labels by ``pad``.
+
+    Packed labels ``[1, T]`` are shifted within each sequence.
+    """
     late = F.pad(labels[..., :-1], (1, 0), value=start)
     if cu_seq_lens is not None:
         late = late.masked_fill(packed_positions(cu_seq_lens, labels.shape[-1]) == 0, start)
@@ -226,7 +228,7 @@ def one_later(labels: Tensor, start: int, pad: int, cu_seq_lens: Tensor | None =
 
 
 def _as_encoder_decoder(config: MGKConfig) -> MGKConfig:
-    """The configuration itself, or where it was made for another model a copy for this one."""
+    """Return the configuration, or a copy of it for this model if it was made for another one."""
     if config.is_encoder_decoder and config.decoder_layers is not None:
         return config
     config = copy.deepcopy(config)
@@ -236,6 +238,6 @@ def _as_encoder_decoder(config: MGKConfig) -> MGKConfig:
 
 
 def _keep_source_table(config: MGKConfig) -> None:
-    """Before the target's table changes its size: a table of the source that is not tied to it stays as it is."""
+    """Set the source's vocabulary size before the target's changes, if their tables are not tied."""
     if config.source_vocab_size is None and not config.tie_word_embeddings:
         config.source_vocab_size = config.vocab_size

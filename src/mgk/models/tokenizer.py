@@ -1,4 +1,4 @@
-"""Whether a tokenizer is the one that a model was trained with."""
+"""Checks that a tokenizer is the one that a model was trained with."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from mgk.models.configuration import MGKConfig
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """SHA-256 of a tokenizer's vocabulary with its ids. ``config.tokenizer_sha256`` is the place to keep it."""
+    """SHA-256 of a tokenizer's vocabulary with its ids, to be stored in ``config.tokenizer_sha256``."""
     vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=False)
     return hashlib.sha256(vocabulary.encode()).hexdigest()
 
 
 def check_tokenizer(config: MGKConfig, tokenizer: Any, *, is_source: bool = False) -> None:
-    """Refuse a tokenizer whose tokens the model does not have, or that is another one than it was trained with.
+    """Raise an error for a tokenizer with tokens that the model lacks, or other than the one it was trained with.
 
-    ``is_source`` for the tokenizer of a source that has its own vocabulary.
+    ``is_source`` means that it is the tokenizer of a source with its own vocabulary.
     """
     name = "source_vocab_size" if is_source else "vocab_size"
     size, expected = getattr(config, name), config.source_tokenizer_sha256 if is_source else config.tokenizer_sha256

@@ -1,4 +1,4 @@
-"""Which keys a query may see: from the masks and caches of transformers to the masks of our operation."""
+"""Conversion of the masks and caches of transformers to the masks of our operation."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mgk.ops.boundaries import sequence_of_tokens
 from mgk.ops.transforms import is_transformed
 from mgk.ops.validation import check_boundaries, is_traced, may_inspect_values
 
-# A number to add to logits that is no bias but means "do not attend": the least of fp16, and anything below.
+# A number of a float mask at or below this means "do not attend": callers use the lowest fp16 number, or lower ones.
 LARGEST_BIAS = -6e4
 
 
 class Visibility(NamedTuple):
-    """What every attention of a forward pass is told. ``Nk`` counts the keys after :attr:`length` has cut them."""
+    """The masks of a forward pass, the same for every layer. ``Nk`` counts keys after the cut to :attr:`length`."""
 
     key_mask: Tensor | None = None
     """bool ``[B, Nk]``, True = attend"""
@@ -27,24 +27,24 @@ class Visibility(NamedTuple):
     """bool ``[B or 1, 1 or H, Nq, Nk]``, True = attend"""
     is_causal: bool = False
     length: int | None = None
-    """How many of the keys that come out of the cache are used, from the first on; ``None``: all."""
+    """Number of keys from the cache to use, from the first on; ``None`` for all"""
     cu_seqlens: Tensor | None = None
-    """int32 ``[S + 1]``: where sequences packed into one row begin, and where the last one ends"""
+    """int32 ``[S + 1]``: boundaries of sequences packed into one row"""
     cu_seqlens_k: Tensor | None = None
-    """the same of the keys, where they are not those of the queries"""
+    """int32 ``[S + 1]``: boundaries of the keys, if they are not those of the queries"""
     token_mask: Tensor | None = None
-    """bool ``[B, Nq]``: which of the new tokens are no padding, for whoever keeps no old ones"""
+    """bool ``[B, Nq]``: False for padding among the new tokens, for attention that keeps no old ones"""
     is_pairwise: bool = False
-    """whether :attr:`attn_mask` says more than causality and padding do"""
+    """Whether :attr:`attn_mask` holds more than causality and padding"""
 
 
 def past_length(cache: Cache | None) -> int | Tensor:
-    """Tokens in the cache: a number, or a tensor where the cache keeps it on the device."""
+    """Number of tokens in the cache, as a tensor if the cache keeps it on the device."""
     return 0 if cache is None else cache.get_seq_length()
 
 
 def padding_mask(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
-    """A 2-D mask as bool, or ``None`` where it hides nothing and that can be seen without stalling a device."""
+    """Return a 2-D mask as bool, or ``None`` if it is known without stalling a device that it hides nothing."""
     if mask is None:
         return None
     if mask.shape != shape:
@@ -57,7 +57,7 @@ def padding_mask(name: str, mask: Tensor | None, shape: tuple[int, int]) -> Tens
 
 
 def pair_mask(mask: Tensor, num_queries: int, num_keys: int) -> Tensor:
-    """A 4-D mask as bool, True = attend."""
+    """Return a 4-D mask as bool, True = attend."""
     if mask.shape[2:] != (num_queries, num_keys):
         expected = f"[B, 1 or H, {num_queries}, {num_keys}]"
         raise ValueError(f"attention_mask must have shape {expected}, got {list(mask.shape)}")
@@ -80,17 +80,17 @@ def self_visibility(
     num_queries: int,
     is_causal: bool,
 ) -> Visibility:
-    """What the new tokens may see of the cached ones and of each other.
+    """Return the masks of self-attention: which cached and which new tokens each new token sees.
 
     Args:
         attention_mask: ``[B, past + Nq]`` with 1 = token; or a mask of pairs ``[B, 1 or H, Nq, Nk]``, bool with True =
-            attend or float with 0 = attend, which then says everything.
-        position_ids: as given by the caller, ``[B, Nq]``. Without a mask and anything in the cache, positions that
-            start anew mark sequences packed into one row, which do not see each other.
-        cache: before it takes the new tokens.
+            attend or float with 0 = attend, which then decides alone.
+        position_ids: ``[B, Nq]`` as passed by the caller. Without a mask and with an empty cache, positions that
+            restart mark sequences packed into one row, which do not see each other.
+        cache: the cache before the new tokens are added.
         batch_size: B.
-        num_queries: the new tokens, Nq.
-        is_causal: whether a token sees only those before it.
+        num_queries: number of new tokens, Nq.
+        is_causal: whether a token sees only itself and earlier tokens.
     """
     past = past_length(cache)
     if attention_mask is not None and attention_mask.ndim not in (2, 4):
@@ -106,7 +106,7 @@ def self_visibility(
     if attention_mask is None and position_ids is not None and past == 0:
         same_sequence = _packed_pairs(position_ids)
         if same_sequence is not None:
-            # A traced mask is there for positions that may start anew, whether they do or not.
+            # A traced graph needs the mask even if the positions of the example do not restart.
             is_seen = _may_look_at(position_ids)
             return Visibility(attn_mask=same_sequence, is_causal=is_causal, length=num_keys, is_pairwise=is_seen)
     key_mask = padding_mask("attention_mask", attention_mask, (batch_size, num_keys))
@@ -123,9 +123,9 @@ def packed_visibility(
     cache: Cache | None,
     is_causal: bool,
 ) -> Visibility:
-    """Sequences packed into one row of ``tokens [1, T, d]``, which do not see each other.
+    """Return the masks for sequences packed into one row of ``tokens [1, T, d]``, which do not see each other.
 
-    ``name`` is what the user calls the boundaries.
+    ``name`` is the user's name of the boundaries, for error messages.
     """
     if len(tokens) != 1:
         raise ValueError(f"packed sequences must lie in one row, got {len(tokens)} rows beside {name}")
@@ -138,7 +138,7 @@ def packed_visibility(
 
 
 def packed_positions(cu_seqlens: Tensor, num_tokens: int, *, from_end: bool = False) -> Tensor:
-    """``[1, T]``: tokens counted from the first of their sequence, or back from the last."""
+    """Positions of packed tokens, ``[1, T]``, counted from the first token of each sequence or back from the last."""
     sequence, token = sequence_of_tokens(cu_seqlens, num_tokens), torch.arange(num_tokens, device=cu_seqlens.device)
     if from_end:
         return (cu_seqlens[1:].long()[sequence] - 1 - token)[None]
@@ -146,7 +146,7 @@ def packed_positions(cu_seqlens: Tensor, num_tokens: int, *, from_end: bool = Fa
 
 
 def _packed_pairs(position_ids: Tensor) -> Tensor | None:
-    """bool ``[B, 1, N, N]``: pairs of one sequence; ``None`` where every row is one sequence."""
+    """Mask of pairs within a sequence, bool ``[B, 1, N, N]``; ``None`` if every row is one sequence."""
     starts_anew = position_ids.diff(dim=-1) != 1
     if _may_look_at(position_ids) and not bool(starts_anew.any()):
         return None
@@ -161,7 +161,7 @@ def _may_look_at(position_ids: Tensor) -> bool:
 def _into_static_cache(
     attention_mask: Tensor | None, cache: Cache, past: Tensor, batch_size: int, num_queries: int
 ) -> Visibility:
-    """All slots of a static cache are there from the start: what is not yet written must be hidden."""
+    """Return the masks for a static cache, all of whose slots exist from the start: unwritten ones are hidden."""
     slots = cache.get_max_length()
     if attention_mask is not None and attention_mask.ndim == 4:
         return Visibility(attn_mask=pair_mask(attention_mask, num_queries, slots), is_pairwise=True)
@@ -180,7 +180,7 @@ def _into_static_cache(
 
 
 def pad_to_slots(attention_mask: Tensor, slots: int) -> Tensor:
-    """``[B, n]`` to ``[B, slots]``; what comes later is no padding, only not yet there."""
+    """Extend a mask ``[B, n]`` to ``[B, slots]`` with ones: later tokens are not padding, only not yet written."""
     if attention_mask.shape[1] > slots:
         raise ValueError(f"attention_mask must cover at most {slots} cached tokens, got {attention_mask.shape[1]}")
     return torch.nn.functional.pad(attention_mask, (0, slots - attention_mask.shape[1]), value=1)
@@ -189,7 +189,7 @@ def pad_to_slots(attention_mask: Tensor, slots: int) -> Tensor:
 def token_positions(
     attention_mask: Tensor | None, past: int | Tensor, num_queries: int, device: torch.device
 ) -> Tensor:
-    """``[B or 1, Nq]``: the new tokens counted from the first that is not padding."""
+    """Positions of the new tokens, ``[B or 1, Nq]``, counted from the first token that is not padding."""
     row = torch.arange(num_queries, device=device) + past
     if attention_mask is None or attention_mask.ndim != 2:
         return row[None]

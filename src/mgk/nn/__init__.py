@@ -1,4 +1,4 @@
-"""Modules that own parameters."""
+"""Attention modules, which own parameters: layers, priors, variances and presets."""
 
 from mgk.nn.attention import MixtureAttention
 from mgk.nn.keys import ProjectedKeys, ShiftedKeys

@@ -24,38 +24,38 @@ PRIORS = ("learned", "uniform", "em")
 
 
 class MixtureAttention(nn.Module):
-    """Multi-head attention in which every position holds a mixture of M keys.
+    """Multi-head attention in which each key position holds a mixture of M keys.
 
     See :func:`mgk.mixture_attention` for the formula and :func:`mgk.build_attention` for the paper's variants by name.
 
     Args:
         embed_dim: width of the input and of the output.
-        num_heads: query heads.
-        head_dim: width of one head; ``None`` is ``embed_dim / num_heads``. Give it to change the heads alone: the paper
-            halves the heads at a fixed head dimension, which makes the layer narrower.
+        num_heads: number of query heads.
+        head_dim: width of one head; ``None`` is ``embed_dim / num_heads``. Pass it to change only the number of heads:
+            the paper halves the heads at a fixed head dimension, which makes the layer narrower.
         num_components: keys per position, M.
         keys: ``"projected"`` (``k_jr = W_r x_j``) or ``"shifted"`` (``k_jr = W x_j + b_r``).
         similarity: ``"gaussian"`` or ``"dot"``.
-        assignment: ``"soft"``, or ``"hard"``: the best component answers alone, and there is no prior.
+        assignment: ``"soft"`` sums over the components, ``"hard"`` takes the most similar one alone and has no prior.
         prior: ``"learned"``, ``"uniform"``, or ``"em"`` (see :func:`mgk.update_priors`), per key/value head.
         learn_variance: learn a variance per key/value head and component.
-        variance_scale: variance over ``sqrt(head_dim)``, one number or one per component.
+        variance_scale: variance divided by ``sqrt(head_dim)``, one number or one per component.
         shift_init_std: standard deviation of the initial shifts.
-        shift_init: ``"normal"``: all of them are drawn, as in the paper; ``"first-zero"``: those of the first component
-            start at 0, as in its released code (where the others have a standard deviation of 0.5).
-        num_kv_heads: key/value heads, a divisor of ``num_heads``: 1 is multi-query, ``None`` is ``num_heads``. Shifts,
-            priors and variances belong to the keys, so there is one set for each of these heads.
+        shift_init: ``"normal"`` draws all shifts, as in the paper. ``"first-zero"`` starts the first component at 0, as
+            in its released code (where the others have a standard deviation of 0.5).
+        num_kv_heads: number of key/value heads, a divisor of ``num_heads``: 1 is multi-query, ``None`` is
+            ``num_heads``. Shifts, priors and variances belong to the keys, so there is one set per key/value head.
         qk_norm: normalise the query and every component's key (RMS, learned gain) before the similarity. Shifted keys
-            are normalised after the shift, which gives up their saving: M keys enter the attention instead of one.
-        feature_map: makes it linear attention (:func:`mgk.linear_mixture_attention`): ``"elu"``, ``"relu"``,
-            ``"dpfp"``, ``"favor"``, a function or a :class:`mgk.FeatureMap`. Similarity and variance then mean
-            nothing, and what depends on single pairs is refused: dropout, hard assignment, EM, masks of pairs.
-        normalization: of linear attention: ``"sum"`` or ``"length"``.
-        bias: biases in the four projections.
-        dropout: dropout on the attention weights, in training only.
+            are normalised after the shift, which forfeits their saving: M keys enter the attention instead of one.
+        feature_map: feature map of linear attention (:func:`mgk.linear_mixture_attention`): ``"elu"``, ``"relu"``,
+            ``"dpfp"``, ``"favor"``, a function or a :class:`mgk.FeatureMap`. Linear attention ignores similarity and
+            variance, and refuses options that need single pairs: dropout, hard assignment, EM, masks of pairs.
+        normalization: normalisation of linear attention, ``"sum"`` or ``"length"``.
+        bias: whether the four projections have biases.
+        dropout: dropout probability of the attention weights, in training only.
         is_causal: whether position i may see only positions up to i.
         backend: see :func:`mgk.mixture_attention`.
-        prior_momentum: for ``prior="em"``, how much of the old prior an update keeps.
+        prior_momentum: for ``prior="em"``, the share of the old prior that an update keeps.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class MixtureAttention(nn.Module):
         self.dropout = dropout
         self.is_causal = is_causal
         self.backend = backend
-        # Found once: what a name stands for does not change.
+        # Resolved once, because the function that a name stands for does not change.
         self.feature_map = None if feature_map is None else resolve(feature_map, head_dim, normalization)
         self.normalization = normalization
 
@@ -152,7 +152,7 @@ class MixtureAttention(nn.Module):
         self.k_norm = nn.RMSNorm(head_dim) if qk_norm else None
 
         self.prior: UniformPrior | LearnedPrior | EMPrior
-        # One component, or the best component alone, has no use for a prior.
+        # A single component and hard assignment have no use for a prior.
         if prior == "uniform" or num_components == 1 or assignment == "hard":
             self.prior = UniformPrior()
         elif prior == "learned":
@@ -178,20 +178,20 @@ class MixtureAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
     ) -> Tensor:
-        """Attend.
+        """Project, attend and project back.
 
         Args:
             query: ``[B, Nq, embed_dim]``.
             key: ``[B, Nk, embed_dim]``; ``None`` is self-attention.
             value: ``[B, Nk, embed_dim]``; ``None`` is ``key``.
             key_mask: bool ``[B, Nk]``, True = attend.
-            query_mask: bool ``[B, Nq]``, False = padded query: it attends to nothing, and its row of the output is
-                the bias of ``out_proj``.
+            query_mask: bool ``[B, Nq]``, False = padded query, which attends to nothing: its row of the output is the
+                bias of ``out_proj``.
             attn_mask: bool, broadcastable to ``[B, H, Nq, Nk]``, True = attend.
-            is_causal: for this call only, instead of the layer's own setting.
-            cu_seqlens: int32 ``[S + 1]``: B is 1, and sequences that do not see each other are packed one after the
-                other, as in :func:`mgk.mixture_attention_varlen`.
-            cu_seqlens_k: those of ``key``, where they differ.
+            is_causal: overrides the setting of the layer for this call.
+            cu_seqlens: int32 ``[S + 1]``, boundaries of sequences that are packed one after the other in a batch of
+                one row and do not see each other, as in :func:`mgk.mixture_attention_varlen`.
+            cu_seqlens_k: boundaries of ``key``, if they differ.
 
         Returns:
             ``[B, Nq, embed_dim]``.
@@ -217,7 +217,7 @@ class MixtureAttention(nn.Module):
         attn_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> Tensor:
-        """The weights that :meth:`forward` would use without dropout, ``[B, H, Nq, Nk]``, materialised for analysis."""
+        """Weights that :meth:`forward` uses without dropout, ``[B, H, Nq, Nk]``, materialised for analysis."""
         q = self.project_query(query)
         k, shift = self.project_key(query if key is None else key)
         causal = self.is_causal if is_causal is None else is_causal
@@ -228,16 +228,16 @@ class MixtureAttention(nn.Module):
         return materialised_weights(make_problem(q, k, None, self._mixture(shift), visibility))
 
     def project_query(self, query: Tensor) -> Tensor:
-        """``[B, Nq, embed_dim]`` to ``[B, H, Nq, D]``."""
+        """Project ``[B, Nq, embed_dim]`` to queries ``[B, H, Nq, D]``."""
         self._check_width("query", query)
         q: Tensor = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-        # Under autocast the projections are in half precision, but the gains of the norms are not.
+        # Under autocast the projections return half precision, while the gains of the norms stay in fp32.
         return q if self.q_norm is None else self.q_norm(q.to(self.q_norm.weight.dtype))
 
     def project_key(self, key: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``[B, Nk, embed_dim]`` to keys as the attention takes them, and the shifts that it is still to add, if any.
+        """Project ``[B, Nk, embed_dim]`` to keys, and return them with the shifts that the attention must add, if any.
 
-        The keys are ``[B, Hkv, Nk, D]`` where shifts follow, else ``[B, Hkv, M, Nk, D]``.
+        The keys are ``[B, Hkv, Nk, D]`` if there are shifts to add, otherwise ``[B, Hkv, M, Nk, D]``.
         """
         self._check_width("key", key)
         k, shift = self.keys(self.k_proj(key))
@@ -248,7 +248,7 @@ class MixtureAttention(nn.Module):
         return k, shift
 
     def project_value(self, value: Tensor) -> Tensor:
-        """``[B, Nk, embed_dim]`` to ``[B, Hkv, Nk, D]``."""
+        """Project ``[B, Nk, embed_dim]`` to values ``[B, Hkv, Nk, D]``."""
         self._check_width("value", value)
         return self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
 
@@ -268,10 +268,10 @@ class MixtureAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend with what has been projected, and project back.
+        """Attend with projected queries, keys and values, and apply the output projection.
 
         Returns:
-            ``[B, Nq, embed_dim]``; and, where ``need_weights`` asks for them, the weights ``[B, H, Nq, Nk]`` that it
+            The output ``[B, Nq, embed_dim]`` and, if ``need_weights`` is set, the weights ``[B, H, Nq, Nk]`` that it
             was computed from, dropout included.
         """
         visibility = Visibility(is_causal, key_mask, query_mask, attn_mask, cu_seqlens, cu_seqlens_k)
@@ -288,7 +288,7 @@ class MixtureAttention(nn.Module):
             out = attend(problem, self.backend)
         if isinstance(self.prior, EMPrior):
             if query_mask is None and is_self_attention and cu_seqlens_k is None:
-                # A padded token is no valid query either; its output is left alone, but it is not counted.
+                # A padded token is not counted as a query either, although its output is computed.
                 visibility = visibility._replace(query_mask=key_mask)
             out = self.prior.gather(out, q, k, mixture, visibility)
         return self.out_proj(out.transpose(1, 2).flatten(2)), weights
@@ -300,7 +300,7 @@ class MixtureAttention(nn.Module):
         problem = make_linear_problem(q, k, v, mixture, visibility, self.feature_map, self.normalization)
         weights = None
         if need_weights:
-            # Of what is materialised for analysis the rows sum to 1, whatever the layer divides by.
+            # The rows of materialised weights sum to 1, even if the layer divides by something else.
             weights = linear_weights(problem)
         if weights is not None and self.normalization == "sum":
             out = weights @ v.to(weights.dtype).repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)

@@ -1,4 +1,4 @@
-"""The two ways to give every position M keys."""
+"""The two ways to compute M keys for each position: projections and shifts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 SHIFT_INITS = ("normal", "first-zero")
-"""How shifts start: all of them normal, as in the paper, or the first at 0, as in its released code."""
+"""Initialisation of the shifts: all normal, as in the paper, or the first at 0, as in its released code."""
 
 
 class ProjectedKeys(nn.Module):
     """``k_jr = W_r x_j``: each component has a projection of its own (MGK). Holds no parameters itself.
 
-    Turns the output of the key projection, ``[B, N, width]``, into ``[B, Hkv, M, N, D]``, and no shifts.
+    Turns the output of the key projection, ``[B, N, width]``, into ``[B, Hkv, M, N, D]``, and returns no shifts.
     """
 
     shift = None
@@ -25,7 +25,7 @@ class ProjectedKeys(nn.Module):
         self.width = num_kv_heads * num_components * head_dim
 
     def forward(self, projected: Tensor | None) -> tuple[Tensor | None, None]:
-        """Keys, and the shifts that the attention is still to add: none. Without input no keys either."""
+        """Return the keys, or ``None`` without input, and ``None`` in place of shifts."""
         if projected is None:
             return None, None
         key = projected.unflatten(-1, (self.num_kv_heads, self.num_components, self.head_dim))
@@ -38,11 +38,11 @@ class ProjectedKeys(nn.Module):
 class ShiftedKeys(nn.Module):
     """``k_jr = W x_j + b_r``: the components are shifts of one key (sMGK). Holds the shifts ``[Hkv, M, D]``.
 
-    Turns the output of the key projection, ``[B, N, width]``, into ``[B, Hkv, N, D]``; the shifts are added inside the
-    attention, which is what makes them nearly free.
+    Turns the output of the key projection, ``[B, N, width]``, into ``[B, Hkv, N, D]``. The attention adds the shifts,
+    which makes them nearly free.
 
-    Whoever computes with the shifts gets them by a call, not from the attribute: where accelerate offloads a model, its
-    hooks bring the parameters of a module to the device for the length of a call, and take them away after it.
+    Code that computes with the shifts must call this module and not read the attribute: when accelerate offloads a
+    model, its hooks load the parameters of a module onto the device only while the module is called.
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class ShiftedKeys(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        # Equal components would receive equal gradients forever: they must start apart.
+        # Equal components would receive equal gradients forever, so the shifts must start apart.
         nn.init.normal_(self.shift, std=self.init_std)
         if self.init == "first-zero":
-            # Drawn all the same, so that the other components are those that "normal" would draw.
+            # Zeroed after drawing, so that the other components are the ones that "normal" draws.
             with torch.no_grad():
                 self.shift[:, 0].zero_()
 
     def forward(self, projected: Tensor | None) -> tuple[Tensor | None, Tensor]:
-        """Keys, and the shifts that the attention is still to add; without input, for cached keys, these alone."""
+        """Return the keys, or ``None`` without input (for cached keys), and the shifts that the attention must add."""
         if projected is None:
             return None, self.shift
         return projected.unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2), self.shift

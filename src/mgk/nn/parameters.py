@@ -1,4 +1,4 @@
-"""Which parameters weight decay may touch."""
+"""Parameter groups that exempt mixture parameters from weight decay."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mgk.nn.variance import LearnedVariance
 
 
 def mixture_parameters(model: nn.Module) -> Iterator[Parameter]:
-    """The shifts, prior logits and log-variances of ``model``."""
+    """Yield the shifts, prior logits and log-variances of ``model``."""
     for module in model.modules():
         if isinstance(module, (ShiftedKeys, LearnedPrior, LearnedVariance)):
             yield from module.parameters(recurse=False)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups for an optimiser: weights with decay; biases, gains and mixture parameters without.
+    """Return two groups for an optimiser: weights with decay; biases, gains and mixture parameters without.
 
-    Decay would pull shifts together, priors to uniform and variances to one: a statement about the data, not a
-    regulariser.
+    Decay would pull shifts together, priors to uniform and variances to one. That would be an assumption about the
+    data, not a regulariser.
     """
     mixture = set(mixture_parameters(model))
     decayed = [p for p in model.parameters() if p.ndim >= 2 and p not in mixture]

@@ -10,20 +10,20 @@ from mgk.nn.attention import MixtureAttention
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """The options of :class:`MixtureAttention` that tell one variant from another."""
+    """The options of :class:`MixtureAttention` in which the variants differ."""
 
     num_components: int = 2
     """Keys per position."""
     keys: str = "projected"
-    """How a position gets them: a projection for each, or shifts of one."""
+    """``"projected"`` or ``"shifted"``."""
     similarity: str = "gaussian"
-    """Distance or dot product."""
+    """``"gaussian"`` or ``"dot"``."""
     assignment: str = "soft"
-    """Sum over components, or the best one."""
+    """``"soft"`` or ``"hard"``."""
     prior: str = "learned"
-    """By gradient, by EM, or none."""
+    """``"learned"`` (by gradient), ``"em"`` or ``"uniform"``."""
     feature_map: str | None = None
-    """Of linear attention; ``None``: no such."""
+    """Feature map of linear attention; ``None`` if the attention is not linear."""
 
 
 PRESETS = {
@@ -64,8 +64,8 @@ def build_attention(name: str, embed_dim: int, num_heads: int, **options: Any) -
     Args:
         name: one of the names above.
         embed_dim: width of the input and of the output.
-        num_heads: query heads.
-        options: any further argument of :class:`MixtureAttention`; they win over the preset.
+        num_heads: number of query heads.
+        options: further arguments of :class:`MixtureAttention`, which override the preset.
     """
     if name not in PRESETS:
         raise ValueError(f"name must be one of {', '.join(PRESETS)}, got {name!r}")

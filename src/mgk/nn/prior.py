@@ -17,7 +17,7 @@ from mgk.ops.validation import make_problem
 
 
 class UniformPrior(nn.Module):
-    """Every component counts the same."""
+    """Equal priors for all components, which need no parameters."""
 
     def forward(self) -> None:
         return None
@@ -35,7 +35,7 @@ class LearnedPrior(nn.Module):
         nn.init.zeros_(self.logits)
 
     def forward(self) -> Tensor:
-        """Log-probabilities ``[Hkv, M]``."""
+        """Return the log-probabilities ``[Hkv, M]``."""
         return self.logits.log_softmax(dim=-1, dtype=torch.promote_types(self.logits.dtype, torch.float32))
 
     def extra_repr(self) -> str:
@@ -43,20 +43,20 @@ class LearnedPrior(nn.Module):
 
 
 class EMPrior(nn.Module):
-    """The prior of the M-step: the mean responsibility of each component over all valid pairs (i, j).
+    """A prior set by the M-step: the mean responsibility of each component over all valid pairs (i, j).
 
-    Backward passes gather the responsibilities; :meth:`update` (or :func:`mgk.update_priors` for a whole model), called
-    once after each optimiser step, turns what has been gathered into the new prior. Evaluation changes nothing.
+    Backward passes gather responsibilities. :meth:`update` (or :func:`mgk.update_priors` for a whole model), called
+    once after each optimiser step, turns them into the new prior. Evaluation changes nothing.
 
-    The sums are gathered as the gradient of a leaf tensor. That is what makes them right without further care: autograd
-    adds them up over micro-batches, runs once under activation checkpointing, and works inside ``torch.compile``.
+    The sums are gathered as the gradient of a leaf tensor, so that autograd adds them up over micro-batches, counts
+    them once under activation checkpointing, and works inside ``torch.compile``.
 
     Args:
-        momentum: how much of the old prior is kept at an update; 0 overwrites it, as the paper does.
+        momentum: share of the old prior that an update keeps; 0 overwrites it, as the paper does.
     """
 
     FLOOR = 1e-6
-    """No prior falls below this: a component at zero could never come back."""
+    """Lowest prior, because a component with a prior of zero could never recover."""
 
     log_prior: Tensor
 
@@ -71,11 +71,11 @@ class EMPrior(nn.Module):
         self.log_prior.fill_(-math.log(self.log_prior.shape[1]))
 
     def forward(self) -> Tensor:
-        """Log-probabilities ``[Hkv, M]``. A copy, since :meth:`update` may write before a backward pass reads it."""
+        """Return a copy of the log-probabilities ``[Hkv, M]``, since :meth:`update` may run before a backward pass."""
         return self.log_prior.clone()
 
     def gather(self, out: Tensor, query: Tensor, key: Tensor, mixture: Mixture, visibility: Visibility) -> Tensor:
-        """Return ``out``; when its gradient passes, add up the responsibilities of this attention call."""
+        """Return ``out``, whose backward pass adds the responsibilities of this attention call to the sum."""
         if not (self.training and torch.is_grad_enabled()):
             return out
         if is_transformed() and not is_exported_to_onnx():
@@ -93,7 +93,7 @@ class EMPrior(nn.Module):
 
     @torch.no_grad()
     def update(self, sums: Tensor | None = None) -> None:
-        """The M-step. Heads that have seen no pair keep their prior."""
+        """Run the M-step. Heads that have seen no pair keep their prior."""
         sums = self.gathered() if sums is None else sums
         pairs = sums.sum(dim=-1, keepdim=True)
         mean = sums / pairs.masked_fill(pairs == 0, 1.0)
@@ -108,7 +108,7 @@ class EMPrior(nn.Module):
 
     def train(self, mode: bool = True) -> EMPrior:
         """Switch between training and evaluation."""
-        # A module built on the meta device gets its tensors one by one, and the probe is not among them.
+        # Loaders of a module built on the meta device set its tensors one by one, but not the probe.
         if self._probe.device != self.log_prior.device:
             self._make_probe()
         return super().train(mode)
@@ -117,7 +117,7 @@ class EMPrior(nn.Module):
         before = self.log_prior
         super()._apply(fn, recurse)
         if self.log_prior.dtype in (torch.bfloat16, torch.float16):
-            # A running mean kept in half precision stops moving, so this buffer does not follow the model there.
+            # In half precision a running mean would stop changing, so this buffer does not follow the model's dtype.
             self.log_prior = before.to(self.log_prior.device)
         if self._probe.device != self.log_prior.device:
             self._make_probe()
@@ -129,11 +129,11 @@ class EMPrior(nn.Module):
 
 
 class _GatherResponsibilities(torch.autograd.Function):
-    """The identity on ``out``, whose backward gives ``probe`` the responsibilities as its gradient."""
+    """The identity on ``out``, whose backward pass returns the responsibilities as the gradient of ``probe``."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, probe: Tensor, query: Tensor, key: Tensor, *arguments: Any) -> Tensor:
-        """``arguments``: the fields of the mixture, then those of its visibility."""
+        """Return ``out``. ``arguments`` are the fields of the mixture, then those of its visibility."""
         ctx.save_for_backward(query, key, *(each if isinstance(each, Tensor) else None for each in arguments))
         ctx.settings = [None if isinstance(each, Tensor) else each for each in arguments]
         return out.view_as(out)
@@ -147,20 +147,20 @@ class _GatherResponsibilities(torch.autograd.Function):
         arguments = [setting if tensor is None else tensor for tensor, setting in pairs]
         count = len(Mixture._fields)
         mixture, visibility = Mixture(*arguments[:count]), Visibility(*arguments[count:])
-        # Whatever the assignment is, the responsibilities are those of the mixture.
+        # Responsibilities belong to the soft mixture, even if the attention assigns hard.
         problem = make_problem(query, key, None, mixture._replace(assignment="soft"), visibility)
         return (grads[0], responsibility_sums(problem, "auto"), *[None] * (2 + len(arguments)))
 
 
 def update_priors(model: nn.Module, skip: Tensor | None = None) -> None:
-    """The M-step for every ``prior="em"`` in ``model``: call it once after each optimiser step.
+    """Run the M-step for every ``prior="em"`` in ``model``. Call it once after each optimiser step.
 
-    Under ``torch.distributed`` the sums of all ranks are added up first, in one message, so that the ranks agree.
+    Under ``torch.distributed`` a single all-reduce adds up the sums of all ranks first, so that the ranks agree.
 
     Args:
-        model: may have none.
-        skip: a boolean scalar. Where it is true the priors stay as they are and what was gathered is thrown away, for a
-            step that the optimiser skipped. It is not read on the host.
+        model: any model; one without such priors is left alone.
+        skip: a boolean scalar tensor, true if the optimiser skipped the step: the priors then stay as they are and the
+            gathered sums are discarded. It is not read on the host.
     """
     priors = [module for module in model.modules() if isinstance(module, EMPrior)]
     if not priors:
@@ -171,5 +171,5 @@ def update_priors(model: nn.Module, skip: Tensor | None = None) -> None:
         dist.all_reduce(message)
         sums = [part.view_as(s) for part, s in zip(message.split([s.numel() for s in sums]), sums, strict=True)]
     for prior, total in zip(priors, sums, strict=True):
-        # No pairs at all: that keeps a prior.
+        # A sum of zero means that no pair was seen, which keeps the prior.
         prior.update(total if skip is None else torch.where(skip, 0.0, total))

@@ -1,4 +1,4 @@
-"""Mixture attention in the place of ``nn.MultiheadAttention``."""
+"""Mixture attention as a replacement of ``nn.MultiheadAttention``."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from mgk.nn.attention import MixtureAttention
 from mgk.nn.presets import build_attention
 from mgk.ops.validation import may_inspect_values
 
-# A float mask at or below this hides a key: -inf, or one of the large negative numbers that stand for it.
+# A float mask at or below this hides a key: callers write -inf or a large negative number.
 HIDDEN = -1e4
 
 
 class MultiheadMixtureAttention(nn.Module):
-    """A :class:`MixtureAttention` that is called like ``nn.MultiheadAttention``.
+    """A :class:`MixtureAttention` with the interface of ``nn.MultiheadAttention``.
 
-    It takes that module's masks (bool with True = *ignore*, or float with 0 and -inf) and its layouts (batch first,
-    sequence first, no batch), and returns its pair of output and weights. A float mask that holds other numbers is
-    refused on the CPU; on a GPU, where masks are not read, such numbers count as 0 unless ``mgk.debug_checks(True)``.
+    It takes the same masks (bool with True = *ignore*, or float with 0 and -inf) and layouts (batch first, sequence
+    first, no batch), and returns the same pair of output and weights. A float mask with other numbers is refused on the
+    CPU; on a GPU, where masks are not read, such numbers count as 0 unless ``mgk.debug_checks(True)``.
     """
 
-    # torch's transformer layers have an evaluation fast path that reads the projections of the attention they hold and
-    # never calls it. They take it only if these say that there is one packed projection.
+    # In evaluation torch's transformer layers have a fast path that reads the projections of their attention and never
+    # calls it. These attributes disable it, because they say that there is no single packed projection.
     _qkv_same_embed_dim = False
     in_proj_weight = None
     in_proj_bias = None
@@ -66,7 +66,7 @@ class MultiheadMixtureAttention(nn.Module):
         key_mask = _keep("key_padding_mask", key_padding_mask)
         if is_causal and attn_mask is None:
             raise ValueError("attn_mask must be given when is_causal is True, as in nn.MultiheadAttention, got None")
-        # The hint promises that the mask is the causal one; for a square mask that is also our causality.
+        # is_causal promises that the mask is the causal one, which for a square mask equals our causality.
         is_causal = is_causal and query.shape[1] == key.shape[1]
         pair_mask = None if is_causal else _keep("attn_mask", attn_mask)
         if pair_mask is not None and pair_mask.ndim == 3:
@@ -119,14 +119,14 @@ def replace_attention(
     ]
     if not places:
         raise ValueError(f"model must hold at least one nn.MultiheadAttention, got {type(model).__name__} without any")
-    # All are built before any is swapped in, so that an error leaves the model as it was; one that stands in several
-    # places stays one.
+    # All replacements are built before any is swapped in, so that an error leaves the model unchanged. A module that is
+    # used in several places has one replacement.
     replacements = {child: _replacement(child, name, num_heads, head_dim, options) for _, _, child in places}
     for parent, child_name, child in places:
         setattr(parent, child_name, replacements[child])
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
-            # Decided when the encoder was built, from the attention it had then.
+            # The encoder set this when it was built, according to the attention that it had then.
             module.enable_nested_tensor = False
             module.use_nested_tensor = False
     return model
@@ -161,7 +161,7 @@ def _replacement(
 
 
 def _keep(name: str, mask: Tensor | None) -> Tensor | None:
-    """torch's mask (bool: True = ignore; float: added to the logits) as a keep-mask."""
+    """Convert a mask of torch (bool: True = ignore; float: added to the logits) to our convention, True = attend."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def initial_variances(head_dim: int, num_components: int, scale: float | Sequence[float]) -> list[float]:
-    """``scale * sqrt(D)`` for each component; one scale serves all."""
+    """Return ``scale * sqrt(D)`` for each component; a single scale applies to all."""
     scales = [float(scale)] * num_components if isinstance(scale, (int, float)) else [float(s) for s in scale]
     if len(scales) != num_components:
         raise ValueError(f"variance_scale must be one number or {num_components}, one per component, got {len(scales)}")
@@ -20,7 +20,7 @@ def initial_variances(head_dim: int, num_components: int, scale: float | Sequenc
 
 
 class FixedVariance(nn.Module):
-    """Constant variances. One number where all components agree: then the attention needs no term in ``|q|^2``."""
+    """Constant variances, as one number if all components agree: the attention then needs no term in ``|q|^2``."""
 
     per_component: Tensor | None
 
@@ -44,12 +44,12 @@ class FixedVariance(nn.Module):
 
     def train(self, mode: bool = True) -> FixedVariance:
         """Switch between training and evaluation."""
-        # Loaders that set tensors one by one, in a dtype of their choice, end with this call.
+        # Loaders that set tensors one by one in a dtype of their choice call this at the end.
         self._restore_digits()
         return super().train(mode)
 
     def _restore_digits(self) -> None:
-        """Whatever dtype the model takes: fp64 has all the digits, and half precision would lose too many."""
+        """Restore fp32 or better after a change of the model's dtype, because half precision rounds the variances."""
         if self.per_component is not None and self.per_component.device.type != "meta":
             dtype = torch.promote_types(self.per_component.dtype, torch.float32)
             self.per_component = torch.tensor(self.values, dtype=dtype, device=self.per_component.device)

@@ -1,4 +1,4 @@
-"""Pure functions on tensors."""
+"""Mixture attention and its linear form as pure functions on tensors."""
 
 from mgk.ops.attention import mixture_attention, mixture_log_density, mixture_responsibilities, mixture_weights
 from mgk.ops.feature_maps import FeatureMap

@@ -37,7 +37,7 @@ def mixture_attention(
     dropout_p: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    r"""Attention in which each position holds a mixture of M keys.
+    r"""Compute attention in which each key position holds a mixture of M keys.
 
     For query i, key position j and component r::
 
@@ -54,21 +54,21 @@ def mixture_attention(
         value: ``[B, Hkv, Nk, Dv]``.
         shift: ``[Hkv, M, D]``: the key of component r at position j is ``key_j + shift_r``.
         log_prior: ``[M]``, ``[Hkv, M]``, ``[Hkv, M, Nk]`` or ``[B, Hkv, M, Nk]``. ``None`` is uniform. It need not be
-            normalised, and -inf switches a component off. The last two forms are a bias of each key position, one for
-            all samples or one for each.
-        variance: a number, ``[M]`` or ``[Hkv, M]``. ``None`` is ``sqrt(D)``. A number tells the fast backends that all
-            components share it.
+            normalised, and -inf switches a component off. The last two forms give every key position a prior of its
+            own, shared by all samples or separate for each.
+        variance: a number, ``[M]`` or ``[Hkv, M]``. ``None`` is ``sqrt(D)``. A number lets the fast backends rely on
+            all components having the same variance.
         similarity: ``"gaussian"`` or ``"dot"``.
-        assignment: ``"soft"``, or ``"hard"``: the best component answers alone; the prior is ignored and gets a
-            gradient of zero; components that tie share the gradient evenly.
+        assignment: ``"soft"`` sums over the components, ``"hard"`` takes the most similar one alone. Hard assignment
+            ignores the prior, whose gradient is zero, and components that tie share the gradient evenly.
         is_causal: query i sees the keys up to ``i + Nk - Nq`` (aligned bottom-right).
         key_mask: bool ``[B, Nk]``, True = attend.
         query_mask: bool ``[B, Nq]``, False = padded query, whose output is 0.
         attn_mask: bool, broadcastable to ``[B, H, Nq, Nk]``, True = attend.
         dropout_p: probability of dropping the normalised weight of a pair (i, j).
-        backend: ``"auto"`` picks the fastest that serves the call. ``"reference"`` materialises and reads like the
-            equations, ``"chunked"`` does everything in linear memory, ``"cpu"`` runs in tiles that fit the cache of a
-            CPU, ``"sdpa"`` on the stock fused kernels, ``"triton"`` on our own, for GPUs.
+        backend: ``"auto"`` picks the fastest one that supports the call. ``"reference"`` writes out the equations and
+            materialises every pair, ``"chunked"`` supports every option in linear memory, ``"cpu"`` works in tiles that
+            fit the cache of a CPU, ``"sdpa"`` uses PyTorch's fused kernels, and ``"triton"`` our own for GPUs.
 
     Returns:
         ``[B, H, Nq, Dv]`` in the dtype of ``query``. A row that sees no key is 0, and so is its gradient.
@@ -116,15 +116,16 @@ def mixture_log_density(
     normalized: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """How likely each query is under the mixture that its visible keys span, ``[B, H, Nq]``, differentiable.
+    """Log-density of each query under the mixture of its visible keys, ``[B, H, Nq]``. Differentiable.
 
     ::
 
         log (1/n_i) sum_j sum_r prior[r] exp(similarity(q_i, k_jr))        n_i = number of keys that query i sees
 
-    in fp32, or fp64 for fp64 inputs. Its negative mean is the paper's NLL. ``normalized=True`` keeps the constants
-    ``(2 pi variance[r])^(-D/2)`` of the Gaussians, which attention drops; with a prior that sums to one the result is
-    the logarithm of a density. A query that sees no key, or is padding, has -inf. Memory is linear in the length.
+    The result is fp32, or fp64 for fp64 inputs. Its negative mean is the paper's NLL. ``normalized=True`` keeps the
+    constants ``(2 pi variance[r])^(-D/2)`` of the Gaussians, which attention drops; if the prior sums to one, the
+    result is then the logarithm of a proper density. A query that sees no key, or is padding, gets -inf. Memory is
+    linear in the sequence length.
     """
     check_choice("backend", backend, STATISTICS_BACKENDS)
     if normalized and similarity == "dot":
@@ -174,8 +175,9 @@ def mixture_responsibilities(
 
         p(r | i, j) = prior[r] exp(similarity(q_i, k_jr)) / sum_s prior[s] exp(similarity(q_i, k_js))
 
-    ``reduction="sum"`` gives the sum over pairs instead, which adds up over batches and devices; divided by its own
-    sum over components it is the mean. Without any visible pair the result is 0. Memory is linear in the length.
+    ``reduction="sum"`` returns the sum over pairs instead, which can be added up over batches and devices; divided by
+    its own sum over components, it gives the mean. If no pair is visible, the result is 0. Memory is linear in the
+    sequence length.
     """
     check_choice("backend", backend, STATISTICS_BACKENDS)
     check_choice("reduction", reduction, ("mean", "sum"))

@@ -1,4 +1,4 @@
-"""Identities that only autograd sees."""
+"""Functions that return a tensor unchanged and alter only its gradient."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _ZeroGradients(torch.autograd.Function):
 
 
 class _ZeroGradientsTransformed(_ZeroGradients):
-    """For ``torch.func``. A function of this form costs the host more, so it is not the only one."""
+    """The same for ``torch.func``, which needs ``setup_context``. This form costs the host more than the eager one."""
 
     generate_vmap_rule = True
 
@@ -60,11 +60,11 @@ class _RefuseSecondOrder(torch.autograd.Function):
 
 
 def with_zero_gradients(out: Tensor, *inputs: Tensor | None) -> Tensor:
-    """``out``, so connected that each input gets a gradient of zeros even where an identity drops it.
+    """Return ``out``, connected so that every input gets a gradient, of zeros where an identity drops the input.
 
-    Data-parallel training waits for every parameter's gradient.
+    Data-parallel training waits for the gradient of every parameter.
     """
-    # What is mapped does not say whether it needs a gradient.
+    # Under a transform of torch.func, requires_grad does not say whether a tensor needs a gradient.
     is_mapped = is_transformed()
     connected = [tensor for tensor in inputs if tensor is not None and (tensor.requires_grad or is_mapped)]
     if not connected or not torch.is_grad_enabled() or (is_mapped and needs_plain_torch()):
@@ -74,7 +74,7 @@ def with_zero_gradients(out: Tensor, *inputs: Tensor | None) -> Tensor:
 
 
 def first_order_only(tensor: Tensor) -> Tensor:
-    """``tensor``, whose gradient refuses to be differentiated again, and says why."""
+    """Return ``tensor`` with a gradient that raises an error when it is differentiated again."""
     if torch.compiler.is_compiling() or not tensor.requires_grad or not torch.is_grad_enabled():
         return tensor
     return _FirstOrderOnly.apply(tensor)
@@ -97,9 +97,9 @@ class _WithValue(torch.autograd.Function):
 
 
 def with_value(tensor: Tensor, value: Tensor) -> Tensor:
-    """``value``, with the gradient of ``tensor``: for two expressions that are equal but for rounding."""
+    """Return ``value`` with the gradient of ``tensor``, for two expressions that are equal up to rounding."""
     if is_transformed():
-        # The same in a form of which every derivative is known: the difference is 0.
+        # The difference is 0, and PyTorch knows every derivative of this form.
         return value if is_exported_to_onnx() else value.detach() + (tensor - tensor.detach())
     if not tensor.requires_grad:
         return value

@@ -1,6 +1,6 @@
-"""Where packed sequences begin and end: ``cu_seqlens``, int32 ``[S + 1]``, from 0 to the number of tokens T.
+"""Computations with the boundaries of packed sequences: ``cu_seqlens``, int32 ``[S + 1]``, from 0 to the T tokens.
 
-Nothing here asks the device for a number.
+None of them reads a value from the device.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from torch import Tensor
 
 
 def sequence_of_tokens(boundaries: Tensor, num_tokens: int) -> Tensor:
-    """int64 ``[T]``: which sequence each token belongs to."""
+    """Index of the sequence that each token belongs to, int64 ``[T]``."""
     token = torch.arange(num_tokens, device=boundaries.device)
-    # All boundaries, not those behind the first: the compiler of PyTorch 2.11 cannot search in a part of a tensor.
+    # Searching boundaries[1:] would save the subtraction, but torch.compile in PyTorch 2.11 cannot search in a slice.
     return torch.searchsorted(boundaries.long(), token, right=True) - 1
 
 
 def pairs_within_sequences(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, num_queries: int, num_keys: int, is_causal: bool
 ) -> Tensor:
-    """bool ``[1, 1, Tq, Tk]``, True where a query sees a key: for whoever writes out every pair."""
+    """Mask of visible pairs, bool ``[1, 1, Tq, Tk]``, for code that materialises every pair."""
     own, others = sequence_of_tokens(cu_seqlens_q, num_queries), sequence_of_tokens(cu_seqlens_k, num_keys)
     pairs = own[:, None] == others[None, :]
     if is_causal:
-        # How many tokens of its sequence come after each: the last query sees the last key.
+        # Number of later tokens in the same sequence: causality aligns the last query with the last key.
         later, later_keys = (
             bounds[1:].long()[sequence] - torch.arange(len(sequence), device=sequence.device)
             for bounds, sequence in ((cu_seqlens_q, own), (cu_seqlens_k, others))
@@ -34,21 +34,21 @@ def pairs_within_sequences(
 
 
 def nth_valid(number: int, boundaries: Tensor, num_tokens: int, mask: Tensor | None) -> Tensor:
-    """int64 ``[S]``: the token of each sequence that is its ``number``-th under ``mask [T]``.
+    """Index of the ``number``-th valid token of each sequence, counted from 1 under ``mask [T]``, int64 ``[S]``.
 
-    A sequence with fewer gives its last one, and any token where it has none.
+    A sequence with fewer valid tokens gives its last one, and one with none gives an arbitrary token.
     """
     valid_before = _valid_before(num_tokens, mask, boundaries)
     starts, ends = (valid_before[bounds] for bounds in (boundaries[:-1].long(), boundaries[1:].long()))
     wanted = torch.minimum(starts + number, ends)
-    # The first token up to which so many are valid.
+    # The wanted token is the first one up to which so many tokens are valid.
     return (torch.searchsorted(valid_before, wanted) - 1).clamp(0, num_tokens - 1)
 
 
 def count_visible(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, num_queries: int, key_mask: Tensor | None, is_causal: bool
 ) -> Tensor:
-    """int64 ``[Tq]``: how many valid keys of its sequence each query sees; causality is aligned bottom-right."""
+    """Number of valid keys that each query sees in its sequence, int64 ``[Tq]``; causality is aligned bottom-right."""
     sequence = sequence_of_tokens(cu_seqlens_q, num_queries)
     first, end = (bounds.long()[sequence] for bounds in (cu_seqlens_k[:-1], cu_seqlens_k[1:]))
     if is_causal:
@@ -61,7 +61,7 @@ def count_visible(
 
 
 def _valid_before(num_tokens: int, mask: Tensor | None, boundaries: Tensor) -> Tensor:
-    """int64 ``[T + 1]``: how many valid tokens stand before each place."""
+    """Number of valid tokens before each position, int64 ``[T + 1]``."""
     if mask is None:
         return torch.arange(num_tokens + 1, device=boundaries.device)
     return F.pad(mask.cumsum(dim=0), (1, 0))

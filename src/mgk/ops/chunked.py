@@ -1,11 +1,13 @@
 """Mixture attention in blocks of queries: plain torch, linear memory, every option, any device.
 
-The logits of one block exist at a time; backward computes them again from the saved row normalisers. Everything that
-is linear in the sequence (norms, priors, variances, shifts) stays outside, under autograd, and reaches the blocks as
+Only the logits of one block exist at a time; the backward pass recomputes them from the saved row normalisers. Terms
+whose size is linear in the sequence length (norms, priors, variances, shifts) are computed outside the blocks, where
+autograd differentiates them, and enter the blocks as
 
     logit[i,j,r] = q_i . k_jr + row[i,r] + column[j,r]
 
-The blocks are one custom operation each way, so ``torch.compile`` sees a single node, whatever the length.
+The loop over the blocks is one custom operation in each direction, so ``torch.compile`` sees a single node for every
+length.
 """
 
 from __future__ import annotations
@@ -22,22 +24,23 @@ from mgk.ops.autograd import NO_SECOND_ORDER
 from mgk.ops.problem import MixtureProblem
 from mgk.ops.transforms import is_transformed
 
-# Logits of one block: on a CPU what its caches hold (16 MiB in fp32), elsewhere what keeps the device busy (64 MiB).
+# Number of logits in a block: few enough for the caches of a CPU (16 MiB in fp32), elsewhere enough to keep the device
+# busy (64 MiB).
 BLOCK_ELEMENTS_CPU = 2**22
 BLOCK_ELEMENTS = 2**24
-# Fewer rows than this are not worth the start of a matrix kernel.
+# With fewer rows than this, starting a matrix kernel does not pay.
 MINIMUM_ROWS = 16
 
 
 def unsupported(problem: MixtureProblem) -> str | None:
-    """Why this backend cannot serve the call: it can serve every one."""
+    """Return ``None``: this backend supports every call."""
     return None
 
 
 def attention(problem: MixtureProblem) -> Tensor:
-    """``[B, H, Nq, Dv]``"""
+    """Attention output, ``[B, H, Nq, Dv]``."""
     terms = _logit_terms(problem)
-    # The seed is drawn on the CPU: reading it there stalls no device, and activation checkpointing restores it.
+    # The seed is drawn on the CPU, where reading it stalls no device and activation checkpointing restores it.
     seed = torch.randint(2**62, (1,), dtype=torch.int64, device="cpu") if problem.dropout_p > 0 else None
     out, _ = _attention_and_normaliser()(
         *terms, problem.value.to(terms.query.dtype), _grouped_mask(problem), seed,
@@ -59,7 +62,7 @@ def log_normaliser(problem: MixtureProblem) -> Tensor:
         0.0,
     )
     if problem.similarity == "gaussian" and terms.row is None:
-        # With one variance the blocks leave out the term in |q|^2, which no softmax can see.
+        # If components share a variance, the blocks leave out the term in |q|^2, because it cancels in the softmax.
         inverse_variance = problem.inverse_variance()
         if isinstance(inverse_variance, Tensor):
             inverse_variance = inverse_variance[:, :1, 0]
@@ -76,7 +79,7 @@ def responsibility_sums(problem: MixtureProblem) -> Tensor:
 
 
 def _attention_and_normaliser() -> Callable[..., tuple[Tensor, Tensor]]:
-    """The blocks: as one operation, or under ``torch.func`` as what that can differentiate."""
+    """Return the function that runs the blocks: the custom operation, or its form for ``torch.func``."""
     return _ChunkedAttention.apply if is_transformed() else _chunked_attention
 
 
@@ -111,7 +114,7 @@ def _logit_terms(problem: MixtureProblem) -> _LogitTerms:
 
 
 def _grouped_mask(problem: MixtureProblem) -> Tensor | None:
-    """The attention mask with its head axis split like the query's, five axes."""
+    """Attention mask with five axes: its head axis is split like that of the query."""
     mask = problem.attn_mask
     if mask is None:
         return None
@@ -146,7 +149,7 @@ def _block_logits(
     is_causal: bool,
     block: _Block,
 ) -> Tensor:
-    """``[B, Hkv, M, G, rows, keys]``"""
+    """Logits of one block, ``[B, Hkv, M, G, rows, keys]``."""
     logit = query[:, :, None, :, block.rows] @ key[:, :, :, None, block.keys].mT
     logit += column[:, :, :, None, None, block.keys]
     if row is not None:
@@ -162,7 +165,7 @@ def _block_logits(
 
 
 def _dropout_scale(seed: Tensor | None, dropout_p: float, block: _Block, like: Tensor) -> Tensor | None:
-    """``0`` or ``1 / (1 - p)`` for each (i, j): the same numbers in forward and backward."""
+    """Dropout factor of each pair (i, j), ``0`` or ``1 / (1 - p)``, with the same draw in forward and backward."""
     if seed is None:
         return None
     generator = torch.Generator(like.device).manual_seed(int(seed) + block.number)
@@ -178,8 +181,9 @@ def _chunked_attention(
     """Output ``[B, Hkv, G, Nq, Dv]`` and row normaliser ``[B, Hkv, G, Nq]`` (log-sum-exp of the row's logits)."""
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
     normaliser = query.new_empty(query.shape[:-1])
-    # The normaliser is one more value, the constant 1: summed in the same order, it makes rows sum to one exactly. (The
-    # width is a multiple of 16 because matrix kernels sum the columns of an incomplete tile in another order.)
+    # The normaliser is the sum over one more value column, the constant 1. Summed in the same order as the other
+    # columns, it makes the rows sum to one exactly. (The width is a multiple of 16 because matrix kernels sum the
+    # columns of an incomplete tile in another order.)
     value_and_one = F.pad(value, (0, 16 - value.shape[-1] % 16), value=1.0)
     with torch.autocast(query.device.type, enabled=False):
         for block in _blocks(query, key, is_causal):
@@ -213,7 +217,8 @@ def _chunked_attention_backward(
     """Gradients of query, key, column, row (empty where there is none) and value.
 
     With w_ijr = exp(logit_ijr - normaliser_i) and dW_ij = dO_i . v_j:
-    dlogit_ijr = w_ijr (dW_ij - dO_i . o_i + dnormaliser_i); under hard assignment the largest components share w_ij.
+    dlogit_ijr = w_ijr (dW_ij - dO_i . o_i + dnormaliser_i). Under hard assignment the components that tie for the
+    maximum share w_ij.
     """
     grad_query, grad_key = torch.zeros_like(query), torch.zeros_like(key)
     grad_column, grad_value = torch.zeros_like(column), torch.zeros_like(value)
@@ -258,7 +263,7 @@ def _chunked_responsibilities(
     query: Tensor, key: Tensor, column: Tensor, row: Tensor | None, query_mask: Tensor | None,
     attn_mask: Tensor | None, is_causal: bool,
 ) -> Tensor:  # fmt: skip
-    """``[Hkv, M]``"""
+    """Responsibilities summed over all visible pairs, ``[Hkv, M]``."""
     sums = query.new_zeros(key.shape[1:3])
     with torch.autocast(query.device.type, enabled=False):
         for block in _blocks(query, key, is_causal):
@@ -299,7 +304,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_normaliser: Tensor) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # once: activation checkpointing frees them as they are read
+    saved = ctx.saved_tensors  # read once, since activation checkpointing frees them when they are read
     has_row = saved[5] is not None
     grad_query, grad_key, grad_column, grad_row, grad_value = _chunked_attention_backward(
         grad_out, grad_normaliser, *saved, *ctx.options
@@ -311,7 +316,7 @@ _chunked_attention.register_autograd(_backward, setup_context=_save_for_backward
 
 
 class _ChunkedAttention(torch.autograd.Function):
-    """:func:`_chunked_attention` for ``torch.func``, whose ``grad`` cannot take an operation of a library."""
+    """:func:`_chunked_attention` for ``torch.func.grad``, which cannot differentiate a ``torch.library`` operation."""
 
     generate_vmap_rule = True
 
@@ -330,7 +335,7 @@ class _ChunkedAttention(torch.autograd.Function):
 
 
 class _ChunkedAttentionBackward(torch.autograd.Function):
-    """Its gradients, which have no derivative of their own."""
+    """Gradients of :class:`_ChunkedAttention`; differentiating them again raises an error."""
 
     generate_vmap_rule = True
 
@@ -352,16 +357,16 @@ class _ChunkedAttentionBackward(torch.autograd.Function):
 
 
 def _map_as_batch(operation: Any) -> None:
-    """Tell ``torch.func.vmap`` how to map an operation: the mapped axis becomes a part of the batch."""
+    """Register a rule for ``torch.func.vmap`` that makes the mapped axis a part of the batch."""
 
     def rule(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
         size, dropout_p = info.batch_size, inputs[-1]
         if dropout_p > 0:
-            # Each draws its mask from a seed, its own or the one of all.
+            # The dropout mask depends on the seed and on the shape, so every mapped call draws its own.
             return _one_by_one(operation, size, axes, inputs)
         batch = _one_of(inputs[0], axes[0], 0).shape[0]
         found = operation(*(_folded(x, axis, size, batch) for x, axis in zip(inputs, axes, strict=True)))
-        # What has one axis is the empty gradient of a row term that is not there.
+        # An output with a single axis is the empty gradient of an absent row term.
         apart = [x.unflatten(0, (size, batch)) if x.ndim > 1 else x.expand(size, -1) for x in found]
         return tuple(apart), (0,) * len(apart)
 
@@ -383,7 +388,7 @@ def _one_of(tensor: Any, axis: int | None, number: int) -> Any:
 
 
 def _folded(tensor: Any, axis: int | None, size: int, batch: int) -> Any:
-    """``[B or 1, ...]``, with a mapped axis or without, to ``[size * B, ...]``."""
+    """Fold the mapped axis, if there is one, into the batch: ``[B or 1, ...]`` becomes ``[size * B, ...]``."""
     if not isinstance(tensor, Tensor):
         return tensor
     tensor = tensor.expand(size, *tensor.shape) if axis is None else tensor.movedim(axis, 0)
@@ -396,5 +401,5 @@ _map_as_batch(_chunked_attention_backward)
 
 @_chunked_responsibilities.register_vmap
 def _(info: Any, axes: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-    # Its sums run over the batch, so that is taken.
+    # The operation sums over the batch, so the mapped axis cannot become a part of it.
     return _one_by_one(_chunked_responsibilities, info.batch_size, axes, inputs)

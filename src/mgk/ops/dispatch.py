@@ -1,12 +1,13 @@
-"""From a validated call to a backend: what `auto` chooses, and what is done to every call for the sake of its digits.
+"""Dispatch of a validated call: the choice of a backend, and the numerics policy that all backends share.
 
-The numerics policy holds wherever the kernel multiplies in the precision of the inputs (fp32 and fp64); numbers in half
-precision would be rounded where they are moved to. Padded, packed and linear calls share it:
+The policy centres the inputs to preserve precision. It applies where the kernel multiplies in the precision of the
+inputs (fp32 and fp64); in half precision, moving a number would round it. Padded, packed and linear calls share it:
 
-- *keys of dot products* move by the origin of their sequence, since a softmax cannot see that;
-- *values* move by what the values of a sequence have in common, and the output moves back (in linear attention too);
-- *distances* are measured from the origin of the sequence. A backend that takes one sequence at a time does that itself
-  (:meth:`MixtureProblem.centred`), where it makes its operands; for packed sequences it is done here.
+- *keys of dot products* are moved by the origin of their sequence, which leaves the softmax unchanged;
+- *values* are moved by the constant that the values of a sequence have in common, and the output is moved back (in
+  linear attention, too);
+- *distances* are measured from the origin of the sequence. A backend that takes one sequence at a time does so itself
+  when it prepares its operands (:meth:`MixtureProblem.centred`); for packed sequences it is done here.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from mgk.ops.problem import MixtureProblem
 from mgk.ops.transforms import composable_backend, is_differentiated, is_exported_to_onnx, is_mapped, is_transformed
 from mgk.ops.validation import fill_padding, is_traced, may_inspect_values
 
-# Triton comes with torch where torch was built for a GPU; without one its kernels run in its interpreter alone.
+# A GPU build of torch comes with Triton. Without a GPU its kernels run only in its interpreter.
 _HAS_TRITON = find_spec("triton") is not None and (
     torch.version.cuda is not None or os.environ.get("TRITON_INTERPRET") == "1"
 )
@@ -40,26 +41,26 @@ BACKENDS = ("auto", "reference", "chunked", "cpu", "sdpa", "triton")
 STATISTICS_BACKENDS = ("auto", "reference", "chunked", "triton")
 LINEAR_BACKENDS = ("auto", "reference", "chunked", "triton")
 
-# Elements of an attention mask, written out for every component, up to which `auto` gives it to the stock kernels.
+# Largest attention mask, in elements and expanded over components, that `auto` passes to the stock kernels.
 LARGEST_MASK = 2**24
 
-# Queries from which on `auto` gives a call to the fused kernels: with fewer, what is left to do is less than what
-# starting several kernels takes.
+# Fewest queries for which `auto` chooses the fused kernels: with fewer, launching several kernels takes longer than
+# the work itself.
 FEWEST_QUERIES = 16
 
 
 class Backend(Protocol):
-    """A module that computes attention. What it is given is not empty, and its padding is filled with zeros."""
+    """A module that computes attention. Its calls are not empty, and their padding is filled with zeros."""
 
     def unsupported(self, problem: MixtureProblem) -> str | None:
-        """Why this backend cannot serve the call, or ``None``."""
+        """Name what the call needs and this backend lacks, or return ``None`` if the backend supports the call."""
 
     def attention(self, problem: MixtureProblem) -> Tensor:
-        """``[B, H, Nq, Dv]``; what stands in the rows of padded queries is not used."""
+        """Attention output, ``[B, H, Nq, Dv]``; the rows of padded queries are ignored."""
 
 
 class StatisticsBackend(Backend, Protocol):
-    """A backend that also knows densities and responsibilities."""
+    """A backend that also computes densities and responsibilities."""
 
     def log_normaliser(self, problem: MixtureProblem) -> Tensor:
         """``log sum_j sum_r prior[r] exp(similarity)``, ``[B, H, Nq]``, -inf for a row without a visible key."""
@@ -69,27 +70,27 @@ class StatisticsBackend(Backend, Protocol):
 
 
 class PackedBackend(StatisticsBackend, Protocol):
-    """A backend that takes packed sequences at once; every other one is given one after the other."""
+    """A backend that computes all packed sequences at once; the others get them one at a time."""
 
     def packed_attention(self, problem: MixtureProblem) -> Tensor:
-        """``[1, H, Tq, Dv]``"""
+        """Attention output of all sequences, ``[1, H, Tq, Dv]``."""
 
     def packed_responsibility_sums(self, problem: MixtureProblem) -> Tensor:
-        """``[Hkv, M]``, over the pairs within sequences."""
+        """Responsibilities summed over the visible pairs within each sequence, ``[Hkv, M]``."""
 
 
 _BACKENDS: dict[str, Backend] = {"reference": reference, "chunked": chunked, "cpu": cpu, "sdpa": sdpa}
 if _HAS_TRITON:
     _BACKENDS["triton"] = fused
-    # Not where it is defined: to say so imports the compiler, and a CPU has no use for it.
+    # Marked here and not at its definition, because the mark imports the compiler, which a CPU does not need.
     torch.compiler.assume_constant_result(softmax_kernel.architecture)
 
-# These have a first derivative that does not refuse a second one by itself.
+# Double backward through these backends must be refused here, because they do not refuse it themselves.
 _FIRST_ORDER = ("chunked", "sdpa")
 
 
 def attend(problem: MixtureProblem, backend: str) -> Tensor:
-    """The attention of a validated call, ``[B, H, Nq, Dv]``, 0 at padded queries. Its padding may be unfilled."""
+    """Attention output of a validated call, ``[B, H, Nq, Dv]``, 0 at padded queries. Padding need not be filled yet."""
     if problem.cu_seqlens_q is not None and not _takes_sequences_at_once(problem, backend):
         return _attend_one_by_one(problem, backend)
     name = "triton" if problem.cu_seqlens_q is not None else choose_backend(problem, backend)
@@ -105,7 +106,7 @@ def attend(problem: MixtureProblem, backend: str) -> Tensor:
     problem = _with_centred_keys(problem)
     attention = _attention_of(name, problem)
     with without_autocast(problem):
-        # Plain softmax is left to the stock kernels as it is; the backend for CPUs moves values in its tiles.
+        # Plain softmax goes to the stock kernels unchanged, and the CPU backend moves the values in its tiles.
         one_dot_product = problem.similarity == "dot" and problem.key.shape[2] == 1
         if name != "cpu" and not one_dot_product and may_move_values(problem):
             moved = move_values(problem)
@@ -118,14 +119,14 @@ def attend(problem: MixtureProblem, backend: str) -> Tensor:
 
 
 def weights(problem: MixtureProblem) -> Tensor:
-    """The attention matrix of a validated call, ``[B, H, Nq, Nk]``, 0 at padded queries and where no key is seen."""
+    """Attention matrix of a validated call, ``[B, H, Nq, Nk]``; rows of padded queries and rows without a key are 0."""
     batch, heads, num_queries, _ = problem.query.shape
     num_keys = problem.key.shape[3]
     if 0 in (batch, heads, num_queries, num_keys):
         empty = problem.query.new_zeros(batch, heads, num_queries, num_keys)
         return with_zero_gradients(empty, problem.query, problem.key)
     if problem.cu_seqlens_q is not None and problem.cu_seqlens_k is not None:
-        # Every pair is written out anyway.
+        # Every pair is materialised anyway, so boundaries can become a mask.
         pairs = pairs_within_sequences(
             problem.cu_seqlens_q, problem.cu_seqlens_k, num_queries, num_keys, problem.is_causal
         )
@@ -168,7 +169,7 @@ def responsibility_sums(problem: MixtureProblem, backend: str) -> Tensor:
 
 
 def sequences_of(problem: MixtureProblem) -> Iterator[MixtureProblem]:
-    """Packed sequences, one after the other; the device is asked how long they are."""
+    """Yield the packed sequences one by one. Their lengths are read from the device."""
     assert problem.cu_seqlens_q is not None
     assert problem.cu_seqlens_k is not None
     if is_traced():
@@ -185,7 +186,7 @@ def sequences_of(problem: MixtureProblem) -> Iterator[MixtureProblem]:
             query=problem.query[:, :, first:end],
             key=problem.key[:, :, :, keys],
             value=problem.value[:, :, keys],
-            # As that of a sample: of one key too it is a prior by key.
+            # The batch axis keeps it recognisable as a prior by key even where the sequence has a single key.
             log_prior=problem.log_prior[None, :, :, keys] if by_key else problem.log_prior,  # type: ignore[index]
             key_mask=None if problem.key_mask is None else problem.key_mask[:, keys],
             query_mask=None if problem.query_mask is None else problem.query_mask[:, first:end],
@@ -195,7 +196,7 @@ def sequences_of(problem: MixtureProblem) -> Iterator[MixtureProblem]:
 
 
 def choose_backend(problem: MixtureProblem, backend: str) -> str:
-    """The backend of a padded call; an error where ``backend`` names one that cannot serve it."""
+    """Name of the backend for a padded call; an error if ``backend`` names one that does not support the call."""
     if is_transformed():
         backend = composable_backend(backend)
     if backend != "auto":
@@ -209,13 +210,13 @@ def choose_backend(problem: MixtureProblem, backend: str) -> str:
         return "cpu"
     if sdpa.unsupported(problem) is not None or _stock_kernels_would_materialise(problem):
         return "chunked"
-    # Blocks of causal queries unroll: compiled, each number of blocks would need a graph of its own.
+    # torch.compile unrolls the loop over blocks of causal queries and would compile once for each number of blocks.
     unrolls = problem.is_causal and problem.num_components > 1 and torch.compiler.is_compiling()
     return "chunked" if unrolls and problem.query.device.type == "cpu" else "sdpa"
 
 
 def choose_statistics(problem: MixtureProblem, backend: str) -> StatisticsBackend:
-    """The module that computes densities and responsibilities."""
+    """Return the module that computes densities and responsibilities."""
     if is_transformed():
         backend = composable_backend(backend)
     if backend == "reference":
@@ -230,7 +231,7 @@ def choose_statistics(problem: MixtureProblem, backend: str) -> StatisticsBacken
 
 
 def choose_linear_backend(problem: LinearProblem, backend: str, wants_state: bool) -> str:
-    """The backend of a call of linear attention; ``wants_state``: what it leaves for a later call is needed as well."""
+    """Name of the backend for a call of linear attention. ``wants_state``: the call must also return its state."""
     mixture = problem.mixture
     if backend == "triton":
         reason = _fused_linear_unsupported(problem, wants_state)
@@ -258,7 +259,7 @@ def _fused_linear_unsupported(problem: LinearProblem, wants_state: bool) -> str 
 
 
 def fused_unsupported(problem: MixtureProblem) -> str | None:
-    """Why the fused kernels cannot serve the call, or ``None``."""
+    """Name what the call needs and the fused kernels lack, or return ``None`` if they support the call."""
     if is_transformed() and is_differentiated():
         return "a derivative of torch.func or an export to ONNX"
     if not _HAS_TRITON:
@@ -271,25 +272,25 @@ def fused_unsupported(problem: MixtureProblem) -> str | None:
 
 
 def is_half_on_gpu(problem: MixtureProblem) -> bool:
-    """Whether the fused kernels take a call and have tensor cores for it."""
+    """Whether the fused kernels support the call and run it on tensor cores."""
     on_gpu = problem.query.device.type == "cuda" and problem.query.dtype != torch.float32
     return on_gpu and fused_unsupported(problem) is None
 
 
 def without_autocast(problem: MixtureProblem) -> AbstractContextManager[object]:
-    """The backends choose every dtype themselves."""
+    """Context in which autocast is off, because the backends choose every dtype themselves."""
     device_type = problem.query.device.type
-    # To enter a context costs the host more than to ask.
+    # Asking costs the host less than entering a context.
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
 
 
 def _fused_is_fastest(problem: MixtureProblem) -> bool:
-    """On a GPU in half precision; for plain softmax only where a table says that the stock kernels are slower.
+    """Whether the fused kernels are the fastest: on a GPU in half precision, for plain softmax if a table says so.
 
-    In fp32 the products are exact and take no tensor cores, in our kernels as in the stock ones. And a few queries with
-    gradients fill no block: one program would walk through all the keys alone.
+    In fp32 neither our kernels nor the stock ones use tensor cores, because the products are exact. And a few queries
+    with gradients do not fill a block: a single program would walk through all the keys.
     """
     if not is_half_on_gpu(problem):
         return False
@@ -299,7 +300,7 @@ def _fused_is_fastest(problem: MixtureProblem) -> bool:
 
 
 def _stock_kernels_would_materialise(problem: MixtureProblem) -> bool:
-    """Whether the stock kernels need memory for every pair, where blocks do not."""
+    """Whether the stock kernels would need memory for every pair of query and key."""
     if problem.query.device.type == "cpu":
         if problem.dropout_p > 0:
             return True
@@ -310,8 +311,10 @@ def _stock_kernels_would_materialise(problem: MixtureProblem) -> bool:
 
 
 def _takes_sequences_at_once(problem: MixtureProblem, backend: str) -> bool:
-    """Whether packed sequences go to the fused kernels. The stock kernels, which may be faster on one sequence, would
-    have to be called for each."""
+    """Whether packed sequences go to the fused kernels.
+
+    On one sequence the stock kernels may be faster, but they would have to be called for each.
+    """
     return is_half_on_gpu(problem) if backend == "auto" else choose_backend(problem, backend) == "triton"
 
 
@@ -325,13 +328,13 @@ def _attention_of(name: str, problem: MixtureProblem) -> Callable[[MixtureProble
 
 
 def _nothing(problem: MixtureProblem) -> Tensor:
-    """The output of a call without a pair, or without a number to average."""
+    """Output of a call without a single pair, or with empty values."""
     out = problem.query.new_zeros(*problem.query.shape[:3], problem.value.shape[-1])
     return with_zero_gradients(out, problem.query, problem.key, problem.value, *problem.parameters)
 
 
 def _first_order_only(problem: MixtureProblem) -> MixtureProblem:
-    if is_transformed():  # where a backend that composes says so itself
+    if is_transformed():  # the composable backends refuse a second derivative themselves
         return problem
     variance = problem.variance
     return problem._replace(
@@ -345,16 +348,17 @@ def _first_order_only(problem: MixtureProblem) -> MixtureProblem:
 
 
 def _is_exact(problem: MixtureProblem) -> bool:
-    """Whether numbers may be moved: half precision would round them there."""
+    """Whether the inputs may be moved, which in half precision would round them."""
     return problem.query.dtype == problem.compute_dtype
 
 
 def _with_centred_keys(problem: MixtureProblem) -> MixtureProblem:
-    """Move the keys of a mixture of dot products: with one variance every logit of a row changes by the same number.
+    """Return the problem with keys, and packed queries of distances, moved towards zero where that preserves precision.
 
-    Attention cannot see that, but fp32 sees smaller numbers. (One key for all components is plain softmax attention and
-    is left to the stock kernels.) Of distances packed sequences are moved, each by its own origin: to the kernels that
-    take them at once they are one row, with one first token.
+    For dot products with one variance, moving the keys changes every logit of a row by the same number, which cancels
+    in the softmax but leaves fp32 with smaller numbers. (One key for all components is plain softmax attention and goes
+    to the stock kernels unchanged.) For distances only packed sequences are moved here, each by its own origin: the
+    kernels that take all of them at once see a single row, which has one first token.
     """
     if not _is_exact(problem):
         return problem
@@ -369,9 +373,9 @@ def _with_centred_keys(problem: MixtureProblem) -> MixtureProblem:
 
 
 def may_move_values(problem: MixtureProblem) -> bool:
-    """Whether every row that sees a key sees the first valid one, and its weights sum to one.
+    """Whether every row that sees a key also sees the first valid one, with weights that sum to one.
 
-    A graph of ONNX takes sequences of one token as well, which have no second value to compare with.
+    An exported ONNX graph must also work for sequences of one token, which have no second value to compare with.
     """
     return (
         _is_exact(problem)
@@ -383,21 +387,22 @@ def may_move_values(problem: MixtureProblem) -> bool:
 
 
 class MovedValues(NamedTuple):
-    """A call whose nearly constant values were moved to zero, and the way back: the constant comes back exact.
+    """A call whose nearly constant values were moved to zero, and the constant that is added back to its output.
 
-    The average of values does not care where zero is, but the rounding of a long sum does.
+    A weighted average does not depend on where zero is, but the rounding error of a long sum does.
     """
 
     problem: MixtureProblem
     first: Tensor
     """The first value of each sequence, ``[B, Hkv, S, Dv]``."""
     common: Tensor | None
-    """By what the values were moved, ``[B, Hkv, S, Dv]``; ``None``: not at all."""
+    """What was subtracted from the values, ``[B, Hkv, S, Dv]``; ``None`` if nothing was."""
 
     def back(self, out: Tensor, is_blind: Tensor | None = None) -> Tensor:
-        """``out [B, H, Nq, Dv]`` of the moved call as that of the call itself. Rows that are ``is_blind`` stay 0.
+        """Turn ``out [B, H, Nq, Dv]`` of the moved call into the output of the original call.
 
-        A row that sees one key alone is given its value: it must not learn of the second one, not even in its last bit.
+        Rows that are ``is_blind`` stay 0. A row that sees a single key gets exactly the value of that key, because the
+        second value, which decides how far values move, must not change even its last bit.
         """
         problem = self.problem
         is_packed = problem.cu_seqlens_q is not None
@@ -416,9 +421,9 @@ class MovedValues(NamedTuple):
 
 
 def move_values(problem: MixtureProblem) -> MovedValues:
-    """Where :func:`may_move_values` allows it."""
+    """Move the values of a call towards zero, where :func:`may_move_values` allows it."""
     first, common = problem.common_value()
-    # Where it can be asked without stalling a device: mostly there is no constant to move.
+    # Mostly there is no constant to move, which is checked where reading the value does not stall a device.
     if may_inspect_values(common) and not bool(common.any()):
         return MovedValues(problem, first, None)
     return MovedValues(problem._replace(value=problem.value - problem.at_keys(common)), first, common)

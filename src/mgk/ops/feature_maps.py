@@ -1,4 +1,4 @@
-"""Feature maps of linear attention: phi, with which ``phi(q) . phi(k)`` stands for ``exp(q . k)``."""
+"""Feature maps phi of linear attention, in which ``phi(q) . phi(k)`` replaces ``exp(q . k)``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Map = Callable[[Tensor], Tensor]
 
 
 class FeatureMap(NamedTuple):
-    """What is done to queries and to keys, ``[..., D]`` to ``[..., F]``. Features are never negative."""
+    """A pair of functions, for queries and for keys, from ``[..., D]`` to ``[..., F]``. Features are never negative."""
 
     query: Map
     key: Map
 
 
 def elu(x: Tensor) -> Tensor:
-    """``elu(x) + 1`` (Katharopoulos et al. 2020), without losing what is small to the 1."""
+    """``elu(x) + 1`` (Katharopoulos et al. 2020), computed so that adding 1 does not round small features away."""
     return torch.where(x > 0, x + 1.0, x.clamp(max=0.0).exp())
 
 
@@ -34,24 +34,28 @@ def relu(x: Tensor) -> Tensor:
 
 
 def dpfp(x: Tensor, nu: int = 3) -> Tensor:
-    """Deterministic parameter-free projection (Schlag et al. 2021): products of neighbouring halves, ``2 * nu * D``."""
+    """Deterministic parameter-free projection (Schlag et al. 2021), ``F = 2 * nu * D``.
+
+    The features are the products of ``relu([x, -x])`` with itself, rolled by 1 to ``nu``.
+    """
     halves = F.relu(torch.cat([x, -x], dim=-1))
     return torch.cat([halves * halves.roll(shift, dims=-1) for shift in range(1, nu + 1)], dim=-1)
 
 
-# Exponents of keys in FAVOR+ end here, so that no sum of a million features overflows fp32. None comes near it unless
-# a key is many times longer than usual and points where a direction does.
+# FAVOR+ clamps the exponents of keys to this, so that a sum of a million features does not overflow fp32. Only a key
+# that is many times longer than usual and points along a direction comes near it.
 LARGEST_EXPONENT = 60.0
 
 
 def favor(head_dim: int, *, num_features: int | None = None, seed: int = 0) -> FeatureMap:
-    """Positive orthogonal random features (Choromanski et al. 2021), for which ``phi(q) . phi(k)`` is
-    ``exp(q . k / sqrt(D))`` on average.
+    """Return positive orthogonal random features (Choromanski et al. 2021).
+
+    The expectation of ``phi(q) . phi(k)`` is ``exp(q . k / sqrt(D))``.
 
     Args:
-        head_dim: D.
-        num_features: F; ``None`` is ``D log D``.
-        seed: decides the directions, the same on every device.
+        head_dim: dimension D of a head.
+        num_features: number of features F; ``None`` is ``D log D``.
+        seed: seed of the random directions, which are the same on every device.
     """
     count = max(1, round(head_dim * math.log(max(head_dim, 2)))) if num_features is None else num_features
     if count < 1:
@@ -64,11 +68,11 @@ def favor(head_dim: int, *, num_features: int | None = None, seed: int = 0) -> F
 
     def of_query(x: Tensor) -> Tensor:
         exponent = exponents(x)
-        # A factor of a whole row cancels as well.
+        # A factor that all features of a query share cancels, so the maximum may be subtracted.
         return (exponent - exponent.detach().amax(-1, keepdim=True)).exp() * count**-0.5
 
     def of_key(x: Tensor) -> Tensor:
-        # No maximum over the keys, which would let later ones change earlier rows.
+        # A maximum over the keys is not subtracted, because it would let later keys change earlier rows.
         return exponents(x).clamp(max=LARGEST_EXPONENT).exp() * count**-0.5
 
     return FeatureMap(of_query, of_key)
@@ -76,13 +80,13 @@ def favor(head_dim: int, *, num_features: int | None = None, seed: int = 0) -> F
 
 @functools.lru_cache(maxsize=64)
 def _directions(head_dim: int, count: int, seed: int) -> Tensor:
-    """``[F, D]``: orthogonal in blocks of D, as long as normal vectors are."""
+    """Directions that are orthogonal in blocks of D and distributed in length like normal vectors, ``[F, D]``."""
     generator = torch.Generator().manual_seed(seed)
     blocks = []
     for _ in range(-(-count // head_dim)):
         normal = torch.randn(head_dim, head_dim, generator=generator, dtype=torch.float64)
         orthogonal, triangular = torch.linalg.qr(normal)
-        # So that every rotation is as likely as any other.
+        # The sign of the diagonal makes the rotations uniformly distributed.
         blocks.append((orthogonal * triangular.diagonal().sign()).mT)
     lengths = torch.randn(count, head_dim, generator=generator, dtype=torch.float64).norm(dim=-1, keepdim=True)
     return torch.cat(blocks)[:count] * lengths
@@ -92,7 +96,7 @@ NAMES = ("elu", "relu", "dpfp", "favor")
 
 
 def resolve(feature_map: str | Map | FeatureMap, head_dim: int, normalization: str) -> FeatureMap:
-    """A feature map from its name, from a function for queries and keys alike, or from two."""
+    """Return the feature map for a name, for one function of queries and keys, or for a pair of functions."""
     if isinstance(feature_map, FeatureMap):
         return feature_map
     if callable(feature_map):
@@ -112,7 +116,7 @@ def resolve(feature_map: str | Map | FeatureMap, head_dim: int, normalization: s
 
 
 def _checked(function: Map) -> Map:
-    """A user's function, whose answers are looked at."""
+    """Wrap a user's function in checks of what it returns."""
 
     def of(x: Tensor) -> Tensor:
         features = function(x)

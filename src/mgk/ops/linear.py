@@ -40,12 +40,12 @@ def linear_mixture_attention(
     query_mask: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    r"""Linear attention in which every position holds a mixture of M keys: MLK and sMLK of the paper.
+    r"""Compute linear attention in which each key position holds a mixture of M keys: MLK and sMLK of the paper.
 
     .. math:: out_i = \frac{\phi(q_i)^T \sum_j (\sum_r \pi_r \phi(k_{jr})) v_j^T}
                            {\phi(q_i)^T \sum_j \sum_r \pi_r \phi(k_{jr})}
 
-    Time and memory grow with the length, not with its square. A denominator of zero gives 0.
+    Time and memory are linear in the sequence length. Where the denominator is zero, the output is 0.
 
     Args:
         query: ``[B, H, Nq, D]``.
@@ -53,16 +53,17 @@ def linear_mixture_attention(
         value: ``[B, Hkv, Nk, Dv]``.
         shift: ``[Hkv, M, D]``: the key of component r is ``key_j + shift_r``.
         log_prior: ``[M]``, ``[Hkv, M]``, ``[Hkv, M, Nk]`` or ``[B, Hkv, M, Nk]``; ``None`` is uniform.
-        feature_map: ``"elu"`` (elu + 1), ``"relu"``, ``"dpfp"``, ``"favor"`` (positive random features, always the
-            same), a function from ``[..., D]`` to ``[..., F]`` whose values are not negative, or a
+        feature_map: ``"elu"`` (elu + 1), ``"relu"``, ``"dpfp"``, ``"favor"`` (positive random features with a fixed
+            seed), a function from ``[..., D]`` to ``[..., F]`` whose values are not negative, or a
             :class:`mgk.FeatureMap` of two such functions.
-        normalization: ``"sum"``, as above; ``"length"``: no denominator, but the square root of the number of keys
-            that a query sees, which is what the linear attention of the paper's Long Range Arena does.
+        normalization: ``"sum"`` divides as above. ``"length"`` divides by the square root of the number of keys that
+            the query sees instead, as the linear attention in the paper's Long Range Arena experiments does.
         is_causal: query i sees keys up to ``i + Nk - Nq``.
-        key_mask: bool ``[B, Nk]``, True = attend. It is the features of the others that are 0.
-        query_mask: bool ``[B, Nq]``; where it is False the output is 0.
-        backend: ``"reference"`` materialises every pair, ``"chunked"`` does not; ``"triton"`` is fused, for the feature
-            maps ``elu`` and ``relu`` on a GPU, where ``"auto"`` takes it in half precision, and else ``"chunked"``.
+        key_mask: bool ``[B, Nk]``, True = attend. The features of masked keys are set to 0.
+        query_mask: bool ``[B, Nq]``, False = padded query, whose output is 0.
+        backend: ``"reference"`` materialises every pair, ``"chunked"`` works in linear memory, and ``"triton"`` is a
+            fused kernel for the feature maps ``elu`` and ``relu`` on a GPU. ``"auto"`` takes ``"triton"`` for half
+            precision on a GPU where it can, and otherwise ``"chunked"``.
 
     Returns:
         ``[B, H, Nq, Dv]`` in the dtype of ``query``.
@@ -88,26 +89,27 @@ def linear_mixture_step(
     query_mask: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """:func:`linear_mixture_attention` that goes on where an earlier call ended.
+    """Continue :func:`linear_mixture_attention` from the state of an earlier call.
 
-    A sequence may be cut anywhere: all that later tokens need of earlier ones is the state, whose size does not depend
-    on how many there were.
+    A sequence may be cut anywhere, because later tokens need nothing of earlier ones but the state, whose size does not
+    depend on the number of tokens. Arguments without a description have the meaning that they have in
+    :func:`linear_mixture_attention`.
 
     Args:
-        query: ``[B, H, Nq, D]``, and all others as of :func:`linear_mixture_attention`, of the new tokens alone.
-        key: likewise.
-        value: likewise.
-        state: ``[B, Hkv, F, Dv + 1]``, what the last call returned; ``None`` at the beginning.
-        shift: as there.
-        log_prior: as there.
-        feature_map: as there.
-        is_causal: within the new tokens; all of them see what came before.
-        key_mask: as there.
-        query_mask: as there.
-        backend: as there.
+        query: ``[B, H, Nq, D]``, the queries of the new tokens.
+        key: ``[B, Hkv, M, Nk, D]`` or ``[B, Hkv, Nk, D]``, the keys of the new tokens.
+        value: ``[B, Hkv, Nk, Dv]``, the values of the new tokens.
+        state: ``[B, Hkv, F, Dv + 1]``, the state that the last call returned; ``None`` at the beginning.
+        shift: ``[Hkv, M, D]``.
+        log_prior: ``[M]``, ``[Hkv, M]``, ``[Hkv, M, Nk]`` or ``[B, Hkv, M, Nk]``.
+        feature_map: a name, a function or a :class:`mgk.FeatureMap`.
+        is_causal: whether the new tokens see each other causally; all of them see the earlier tokens.
+        key_mask: bool ``[B, Nk]``, for the new tokens.
+        query_mask: bool ``[B, Nq]``, for the new tokens.
+        backend: ``"auto"``, ``"reference"``, ``"chunked"`` or ``"triton"``.
 
     Returns:
-        ``[B, H, Nq, Dv]``, and the new state, in fp32 at least.
+        The output ``[B, H, Nq, Dv]`` and the new state, which is fp32 or fp64.
     """
     check_choice("backend", backend, LINEAR_BACKENDS)
     mixture, visibility = Mixture(shift, log_prior), Visibility(is_causal, key_mask, query_mask)
@@ -131,10 +133,10 @@ def linear_mixture_attention_varlen(
     query_mask: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """:func:`linear_mixture_attention` of sequences that lie one after the other, ``[T, H, D]``, without padding.
+    """Compute :func:`linear_mixture_attention` of packed sequences, ``[T, H, D]``, without padding.
 
-    Boundaries as of :func:`mgk.mixture_attention_varlen`, all else as of :func:`linear_mixture_attention`; masks are
-    ``[T]``. One sequence is done after the other.
+    The boundaries are those of :func:`mgk.mixture_attention_varlen`, masks are ``[T]``, and the other arguments are
+    those of :func:`linear_mixture_attention`. The sequences are computed one after the other.
 
     Returns:
         ``[Tq, H, Dv]`` in the dtype of ``query``.
@@ -172,7 +174,7 @@ def make_linear_problem(
     feature_map: str | Map | FeatureMap,
     normalization: str,
 ) -> LinearProblem:
-    """Validate one call of linear attention. Of ``mixture`` it takes shift and prior; the rest means nothing here."""
+    """Validate one call of linear attention. Only shift and prior of ``mixture`` are used."""
     check_choice("normalization", normalization, NORMALIZATIONS)
     if visibility.attn_mask is not None:
         raise ValueError("linear attention never forms pairs that could be masked, got attn_mask")
@@ -181,7 +183,7 @@ def make_linear_problem(
 
 
 def attend_linearly(problem: LinearProblem, backend: str) -> Tensor:
-    """The output of a validated call, ``[B, H, Nq, Dv]``; packed sequences are done one after the other."""
+    """Output of a validated call, ``[B, H, Nq, Dv]``; packed sequences are computed one after the other."""
     mixture = problem.mixture
     if mixture.cu_seqlens_q is None:
         return _attend(problem, backend)[0]
@@ -192,14 +194,14 @@ def attend_linearly(problem: LinearProblem, backend: str) -> Tensor:
 
 
 def attend_in_linear_step(problem: LinearProblem, state: Tensor | None, backend: str) -> tuple[Tensor, Tensor]:
-    """The output of a validated call that goes on from ``state``, and the new state."""
+    """Return the output of a validated call that continues from ``state``, and the new state."""
     if state is not None:
         _check_state(problem, state)
     return _attend(problem._replace(state=state), backend, wants_state=True)
 
 
 def linear_weights(problem: LinearProblem) -> Tensor:
-    """The weights of a validated call, ``[B, H, Nq, Nk]``; a row without any is 0."""
+    """Normalised weights of a validated call, ``[B, H, Nq, Nk]``; a row whose weights are all zero stays 0."""
     if problem.mixture.cu_seqlens_q is not None:
         raise ValueError("the weights of packed sequences are not formed by linear attention, got cu_seqlens")
     with without_autocast(problem.mixture):
@@ -226,13 +228,13 @@ def _attend_fused(problem: LinearProblem, wants_state: bool) -> tuple[Tensor, An
 
 
 def _attend(problem: LinearProblem, backend: str, wants_state: bool = False) -> tuple[Tensor, Any]:
-    """Output and state; the fused kernels leave one only if it is wanted."""
+    """Return output and state; the fused kernels return a state only if it is wanted."""
     mixture = problem.mixture
     backend = choose_linear_backend(problem, backend, wants_state)
     if backend == "triton":
         return _attend_fused(problem, wants_state)
     implementation = linear_reference if backend == "reference" else linear_chunked
-    # A state holds sums of the values as they are.
+    # A state holds sums of the original values, so a call with a state must not move them.
     holds_state = wants_state or problem.state is not None
     moved = None
     if problem.normalization == "sum" and not holds_state and not mixture.is_empty and may_move_values(mixture):

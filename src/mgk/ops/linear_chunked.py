@@ -1,7 +1,7 @@
-"""Linear attention in linear time: what keys have left, ``sum_j phi(k_j) (v_j, 1)``, is all that a query needs of them.
+"""Linear attention in linear time: a query needs nothing of the keys but the state ``sum_j phi(k_j) (v_j, 1)``.
 
-Without causality that is one state for all queries. With it, keys are taken in chunks: within a chunk every pair is
-formed, and from chunk to chunk the state goes on.
+Without causality all queries share one state. With causality the keys are split into chunks: every pair within a chunk
+is formed, and the state is carried from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def sums(problem: LinearProblem) -> tuple[Tensor, Tensor]:
     if problem.state is not None:
         state = state + problem.state
     if offset > 0:
-        # Keys that all queries see.
+        # The first keys are visible to all queries.
         state = state + features[:, :, :offset].mT @ values[:, :, :offset]
         features, values = features[:, :, offset:], values[:, :, offset:]
     early = query[:, :, :, : max(-offset, 0)] @ state[:, :, None]
@@ -40,7 +40,10 @@ def sums(problem: LinearProblem) -> tuple[Tensor, Tensor]:
 
 
 def _causal(query: Tensor, features: Tensor, values: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """As many queries ``[B, Hkv, G, N, F]`` as keys ``[B, Hkv, N, F]``; query i sees ``state`` and keys up to i."""
+    """Causal sums for N queries ``[B, Hkv, G, N, F]`` and N keys ``[B, Hkv, N, F]``, and the state after the last key.
+
+    Query i sees the keys up to i and the ones before, which are in ``state``.
+    """
     length = features.shape[2]
     query, features, values = _in_chunks(query), _in_chunks(features), _in_chunks(values)
     own = features.mT @ values  # [B, Hkv, chunks, F, Dv + 1]
@@ -53,11 +56,11 @@ def _causal(query: Tensor, features: Tensor, values: Tensor, state: Tensor) -> t
 
 
 def _in_chunks(tensor: Tensor) -> Tensor:
-    """``[..., N, X]`` to ``[..., chunks, CHUNK, X]``, filled with zeros.
+    """Split ``[..., N, X]`` into ``[..., chunks, CHUNK, X]``, padded with zeros.
 
-    An exported graph serves every length, so nothing in it may depend on what PyTorch cannot prove of all of them:
-    there are two chunks or more, because one is a case of its own to broadcasting, and places are looked up, since a
-    view asks whether the length divides.
+    An exported graph must work for every length, so it may contain nothing that PyTorch cannot prove for all of them.
+    There it has at least two chunks, because broadcasting treats a size of 1 as a special case, and it gathers rows by
+    index, because a view would have to know that CHUNK divides the length.
     """
     length = tensor.shape[-2]
     if not torch.compiler.is_exporting():

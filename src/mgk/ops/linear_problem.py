@@ -1,4 +1,4 @@
-"""One call of linear attention after validation."""
+"""One validated call of linear attention."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mgk.ops.problem import MixtureProblem
 
 
 class LinearProblem(NamedTuple):
-    """What every backend of linear attention receives."""
+    """The input of every backend of linear attention."""
 
     mixture: MixtureProblem
-    """Tensors, masks and priors; similarity and variance mean nothing here."""
+    """Tensors, masks and priors; similarity and variance are not used."""
     feature_map: FeatureMap
     normalization: str
     state: Tensor | None = None
-    """``[B, Hkv, F, Dv + 1]``: what earlier keys have left."""
+    """``[B, Hkv, F, Dv + 1]``: the sum ``sum_j phi(k_j) (v_j, 1)`` over earlier keys."""
 
     def query_features(self) -> Tensor:
         """``phi(q_i)``, ``[B, H, Nq, F]``; 0 at padded queries."""
@@ -29,7 +29,7 @@ class LinearProblem(NamedTuple):
         return features if mask is None else features.masked_fill(~mask[:, None, :, None], 0.0)
 
     def key_features(self) -> Tensor:
-        """``sum_r prior_r phi(k_jr)``, ``[B, Hkv, Nk, F]``; 0 at padded keys, one component at a time."""
+        """``sum_r prior_r phi(k_jr)``, ``[B, Hkv, Nk, F]``; 0 at padded keys. Adds up one component at a time."""
         mixture = self.mixture
         key = mixture.key.to(mixture.compute_dtype)
         components = mixture.num_components
@@ -49,12 +49,12 @@ class LinearProblem(NamedTuple):
         return total if mask is None else total.masked_fill(~mask[:, None, :, None], 0.0)
 
     def extended_values(self, features: Tensor) -> Tensor:
-        """Values and the constant 1, whose weighted sum is the normaliser, ``[B, Hkv, Nk, Dv + 1]``."""
+        """Values with a last column of ones, whose weighted sum is the normaliser, ``[B, Hkv, Nk, Dv + 1]``."""
         value = self.mixture.value.to(features.dtype)
         return torch.cat([value, value.new_ones(*value.shape[:-1], 1)], dim=-1)
 
     def counts(self) -> Tensor:
-        """How many keys each query sees, ``[B, Nq]``, those before the call left out."""
+        """Number of keys of this call that each query sees, ``[B, Nq]``; keys in ``state`` are not counted."""
         mixture = self.mixture
         (batch, _, num_queries, _), num_keys = mixture.query.shape, mixture.key.shape[3]
         valid = torch.ones(batch, num_keys, device=mixture.query.device, dtype=mixture.compute_dtype)

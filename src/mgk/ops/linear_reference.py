@@ -1,4 +1,4 @@
-"""Linear attention with a mixture of keys as the equations say it. Materialises every pair.
+"""Linear attention with a mixture of keys, written like the equations. Materialises every pair.
 
 weight[i,j] = phi(q_i) . sum_r prior[r] phi(k_jr)
 out[i]      = sum_j weight[i,j] v_j / sum_j weight[i,j]
@@ -13,7 +13,7 @@ from mgk.ops.linear_problem import LinearProblem
 
 
 def weights(problem: LinearProblem) -> Tensor:
-    """``weight[i,j]``, not normalised, ``[B, H, Nq, Nk]``."""
+    """Unnormalised ``weight[i,j]``, ``[B, H, Nq, Nk]``."""
     mixture = problem.mixture
     keys = problem.key_features().repeat_interleave(mixture.group_size, dim=1)
     weight = problem.query_features() @ keys.mT

@@ -1,4 +1,4 @@
-"""Sequences of different lengths, packed one after the other instead of padded to the longest."""
+"""Mixture attention of sequences of different lengths, packed one after the other instead of padded."""
 
 from __future__ import annotations
 
@@ -31,22 +31,24 @@ def mixture_attention_varlen(
     dropout_p: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """:func:`mgk.mixture_attention` of sequences that lie one after the other: there is no padding, and none is paid.
+    """Compute :func:`mgk.mixture_attention` of sequences that are packed one after the other, without padding.
 
-    Sequence s has the queries ``cu_seqlens_q[s] ... cu_seqlens_q[s + 1]`` and the keys ``cu_seqlens_k[s] ...``; each
-    query sees the keys of its own sequence. The fused kernels do all of them at once; every other backend takes one
-    after the other.
+    Sequence s has the queries ``cu_seqlens_q[s] : cu_seqlens_q[s + 1]`` and the keys ``cu_seqlens_k[s] :
+    cu_seqlens_k[s + 1]``; a query sees the keys of its own sequence. The fused kernels compute all sequences at once,
+    every other backend one after the other.
 
     Args:
         query: ``[Tq, H, D]``, the tokens of all sequences.
         key: ``[Tk, Hkv, M, D]``, or ``[Tk, Hkv, D]`` for one component or shifted keys.
         value: ``[Tk, Hkv, Dv]``.
-        cu_seqlens_q: int32 ``[S + 1]``, from 0 to ``Tq``: where each sequence begins, and where the last one ends.
-        cu_seqlens_k: the same for keys; those of the queries if not given.
-        max_seqlen_q: what other libraries want to be told. Nothing depends on it; one that is too small is an error.
-        max_seqlen_k: likewise.
+        cu_seqlens_q: int32 ``[S + 1]``, cumulative lengths of the queries: where each sequence begins, from 0, and
+            where the last one ends, at ``Tq``.
+        cu_seqlens_k: the same for the keys; ``None`` takes ``cu_seqlens_q``.
+        max_seqlen_q: length of the longest sequence of queries, accepted because other libraries require it. It is only
+            checked: a number that is too small is an error.
+        max_seqlen_k: the same for the keys.
         shift: ``[Hkv, M, D]``.
-        log_prior: ``[M]``, ``[Hkv, M]`` or ``[Hkv, M, Tk]``, which has an entry for each key of each sequence.
+        log_prior: ``[M]``, ``[Hkv, M]``, or ``[Hkv, M, Tk]`` with an entry for each key of each sequence.
         variance: a number, ``[M]`` or ``[Hkv, M]``.
         similarity: ``"gaussian"`` or ``"dot"``.
         assignment: ``"soft"`` or ``"hard"``.
@@ -85,9 +87,10 @@ def mixture_responsibilities_varlen(
     reduction: str = "mean",
     backend: str = "auto",
 ) -> Tensor:
-    """:func:`mgk.mixture_responsibilities` of packed sequences, over the pairs within each, ``[Hkv, M]``.
+    """Compute :func:`mgk.mixture_responsibilities` of packed sequences, over the pairs within each, ``[Hkv, M]``.
 
-    Arguments as of :func:`mixture_attention_varlen`, ``reduction`` and backends as there.
+    ``reduction`` and ``backend`` are those of :func:`mgk.mixture_responsibilities`, the other arguments are those of
+    :func:`mixture_attention_varlen`.
     """
     check_choice("backend", backend, STATISTICS_BACKENDS)
     check_choice("reduction", reduction, ("mean", "sum"))
@@ -102,7 +105,7 @@ def mixture_responsibilities_varlen(
 
 
 def as_batch(tensor: Tensor) -> Tensor:
-    """``[T, H, ..., D]`` as ``[1, H, ..., T, D]``."""
+    """Reshape packed tokens ``[T, H, ..., D]`` to a batch of one row, ``[1, H, ..., T, D]``."""
     return tensor.movedim(0, -2)[None]
 
 
@@ -113,7 +116,7 @@ def packed_visibility(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None,
 ) -> Visibility:
-    """That of tokens whose masks are ``[T]``, for the row that they become."""
+    """Visibility of packed tokens: the masks ``[T]`` get a batch axis like the tokens."""
     if cu_seqlens_q is None:
         raise TypeError("cu_seqlens_q must be an int32 tensor, got NoneType")
     return Visibility(
@@ -145,7 +148,7 @@ def check_tokens(query: Tensor, key: Tensor, value: Tensor | None) -> None:
 
 
 def _check_longest(name: str, limit: int | None, boundaries: Tensor | None) -> None:
-    """``limit``: what the caller says of the longest sequence, or ``None``."""
+    """Raise an error if a sequence is longer than ``limit``, the caller's ``max_seqlen``."""
     if limit is None:
         return
     assert boundaries is not None

@@ -1,4 +1,4 @@
-"""One attention call as values: what a caller says of the mixture and of who sees whom, and the validated call."""
+"""One attention call as values: the mixture and the visibility that the caller passed, and the validated call."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from mgk.ops.boundaries import count_visible, nth_valid, sequence_of_tokens
 
-# A value channel whose first two entries differ by less than this, relative to their size, lies around a constant.
+# A value channel counts as nearly constant if its first two entries differ by less than this, relative to their size.
 CHANNEL_SPREAD = 2.0**-10
 
 
 class Mixture(NamedTuple):
-    """What makes a mixture of the keys, as a caller gives it: the arguments of :func:`mgk.mixture_attention`."""
+    """The arguments of :func:`mgk.mixture_attention` that describe the mixture, as the caller passed them."""
 
     shift: Tensor | None = None
     log_prior: Tensor | None = None
@@ -24,8 +24,11 @@ class Mixture(NamedTuple):
 
 
 class Visibility(NamedTuple):
-    """Which query sees which key, as a caller gives it: the arguments of :func:`mgk.mixture_attention` and, where the
-    one row of a batch holds sequences that do not see each other, of :func:`mgk.mixture_attention_varlen`."""
+    """The arguments that decide which query sees which key, as the caller passed them.
+
+    They are those of :func:`mgk.mixture_attention` and, for packed sequences in a batch of one row, the boundaries of
+    :func:`mgk.mixture_attention_varlen`.
+    """
 
     is_causal: bool = False
     key_mask: Tensor | None = None
@@ -36,11 +39,11 @@ class Visibility(NamedTuple):
 
 
 class MixtureProblem(NamedTuple):
-    """One call in canonical form, every option checked. A backend receives it from ``mgk.ops.dispatch``.
+    """One call in canonical form with every option checked. Backends receive it from ``mgk.ops.dispatch``.
 
-    There padded keys, values and queries have been filled with zeros, so that whatever stood there (NaN included) can
-    reach neither an output nor a gradient. What holds once for each sequence (:meth:`origin`, :meth:`common_value`) has
-    S = 1 for a padded call, whose sequences are the rows of the batch.
+    The dispatcher has filled padded keys, values and queries with zeros, so that their former content (NaN included)
+    reaches neither an output nor a gradient. Quantities of a sequence (:meth:`origin`, :meth:`common_value`) have an
+    axis of S sequences: S is 1 for a padded call, whose sequences are the rows of the batch.
     """
 
     query: Tensor
@@ -66,9 +69,9 @@ class MixtureProblem(NamedTuple):
     """bool, four axes, broadcastable to ``[B, H, Nq, Nk]``, True = attend."""
     dropout_p: float
     cu_seqlens_q: Tensor | None = None
-    """int32 ``[S + 1]``: the queries of the one row are packed sequences; ``None``: each row is one sequence."""
+    """int32 ``[S + 1]``: boundaries of the queries of packed sequences; ``None`` if each row is one sequence."""
     cu_seqlens_k: Tensor | None = None
-    """The same of the keys; ``None`` for both or for neither."""
+    """The same for the keys; both are ``None`` or neither is."""
 
     @property
     def num_components(self) -> int:
@@ -86,22 +89,22 @@ class MixtureProblem(NamedTuple):
 
     @property
     def shares_variance(self) -> bool:
-        """Whether all components provably have one variance, so that the term in ``|q|^2`` cancels."""
+        """Whether all components provably share one variance, so that the term in ``|q|^2`` cancels."""
         return isinstance(self.variance, float) or self.num_components == 1
 
     @property
     def has_prior_by_key(self) -> bool:
-        """Whether a prior may differ between key positions, so that it changes more than ratios of components."""
+        """Whether the prior may differ between key positions, and not only between components."""
         return self.log_prior is not None and (self.log_prior.ndim == 4 or self.log_prior.shape[-1] > 1)
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Norms, priors and sums are never kept in half precision."""
+        """Dtype of norms, priors and sums, which are never kept in half precision."""
         return torch.promote_types(self.query.dtype, torch.float32)
 
     @property
     def parameters(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Shift, prior and variance, as far as they are tensors: what belongs to the mixture and not to a token."""
+        """The parameters of the mixture, shift, prior and variance; ``None`` for one that is not a tensor."""
         return self.shift, self.log_prior, self.variance if isinstance(self.variance, Tensor) else None
 
     @property
@@ -119,10 +122,10 @@ class MixtureProblem(NamedTuple):
         return key if self.shift is None else key + self.shift.to(key.dtype)[:, :, None, :]
 
     def centred(self) -> tuple[Tensor, Tensor]:
-        """Query and key in the compute precision; for distances moved together by :meth:`origin`.
+        """Return query and key in the compute dtype; for distances both are moved by :meth:`origin`.
 
-        Distances do not change, but ``|q|^2 - 2 q.k + |k|^2`` stops cancelling when the data is far from zero
-        (docs/numerics.md). The origin is a constant for autograd, since nothing depends on it.
+        Moving both leaves the distances alone and avoids the cancellation in ``|q|^2 - 2 q.k + |k|^2`` when the data is
+        far from zero (docs/numerics.md). The origin is a constant for autograd, since no result depends on it.
         """
         query, key = self.query.to(self.compute_dtype), self.key.to(self.compute_dtype)
         if self.similarity == "dot":
@@ -131,46 +134,46 @@ class MixtureProblem(NamedTuple):
         return query - self.at_queries(origin), key - self.at_keys(origin)[:, :, None]
 
     def origin(self) -> Tensor:
-        """``[B, Hkv, S, D]``, detached: what the first valid key and query of a sequence have in common.
+        """Common offset of the first valid key and query of each sequence, ``[B, Hkv, S, D]``, detached.
 
-        Coordinate by coordinate the smaller of the two, or 0 where their signs differ: an offset of all the data is
-        found, while a first key that lies far from the others (an attention sink) pulls nothing along. First tokens
-        rather than means, because a mean would carry later tokens into the bits of earlier rows.
+        Each coordinate is the one nearer to zero of the two, or 0 where their signs differ. This finds an offset of all
+        the data, but is not misled by a first key far from the others (an attention sink). It uses the first tokens and
+        not means, because a mean would let later tokens change the bits of earlier rows.
         """
         key = _nth_valid(1, self.key.detach()[:, :, 0], self.key_mask, self.cu_seqlens_k)
         query = _nth_valid(1, self.query.detach()[:, :: self.group_size], self.query_mask, self.cu_seqlens_q)
         return _in_common(key.to(self.compute_dtype), query.to(self.compute_dtype))
 
     def common_value(self) -> tuple[Tensor, Tensor]:
-        """The first valid value of a sequence, and where zero may be moved to before its values are summed.
+        """Return the first valid value of each sequence and the constant to subtract before its values are summed.
 
-        Both ``[B, Hkv, S, Dv]``, detached. The second is the first value in channels in which the first two values
-        nearly agree, and else 0. To move the others would cost: values around zero average to little, and the gradients
-        live on that.
+        Both are ``[B, Hkv, S, Dv]``, detached. The constant is the first value in channels whose first two values
+        nearly agree, and 0 elsewhere: moving a channel that varies around zero would cost precision, because its
+        averages, on which the gradients depend, are small.
         """
         value = self.value.detach()
         first = _nth_valid(1, value, self.key_mask, self.cu_seqlens_k)
         if value.shape[2] == 1:
             return first, torch.zeros_like(first)
         second = _nth_valid(2, value, self.key_mask, self.cu_seqlens_k)
-        # Of an infinite value neither side is smaller than the other.
+        # For an infinite value the comparison is False, so it is never subtracted.
         agree = (first - second).abs() < CHANNEL_SPREAD * first.abs()
         return first, torch.where(agree, first, 0.0)
 
     def at_keys(self, of_sequence: Tensor) -> Tensor:
-        """``[B, Hkv, S, X]``, what each sequence has, as what each of its keys has: ``[B, Hkv, Nk or 1, X]``."""
+        """Expand ``[B, Hkv, S, X]``, one row per sequence, to one row per key, ``[B, Hkv, Nk or 1, X]``."""
         if self.cu_seqlens_k is None:
             return of_sequence
         return of_sequence.index_select(2, sequence_of_tokens(self.cu_seqlens_k, self.key.shape[3]))
 
     def at_queries(self, of_sequence: Tensor) -> Tensor:
-        """``[B, Hkv, S, X]``, what each sequence has, as what each of its queries has: ``[B, H, Nq or 1, X]``."""
+        """Expand ``[B, Hkv, S, X]``, one row per sequence, to one row per query, ``[B, H, Nq or 1, X]``."""
         if self.cu_seqlens_q is not None:
             of_sequence = of_sequence.index_select(2, sequence_of_tokens(self.cu_seqlens_q, self.query.shape[2]))
         return of_sequence.repeat_interleave(self.group_size, dim=1) if self.group_size > 1 else of_sequence
 
     def count_visible_keys(self) -> Tensor:
-        """How many keys each query sees, broadcastable to ``[B, H, Nq]``."""
+        """Number of keys that each query sees, broadcastable to ``[B, H, Nq]``."""
         num_queries, num_keys = self.query.shape[2], self.key.shape[3]
         device = self.query.device
         if self.cu_seqlens_q is not None and self.cu_seqlens_k is not None:
@@ -196,13 +199,13 @@ class MixtureProblem(NamedTuple):
 
 
 def _in_common(one: Tensor, other: Tensor) -> Tensor:
-    """Coordinate by coordinate the one nearer to 0, or 0 where their signs differ or the result is not finite."""
+    """Elementwise the number nearer to 0, or 0 where the signs differ or the result is not finite."""
     common = torch.minimum(one, other).clamp(min=0.0) + torch.maximum(one, other).clamp(max=0.0)
     return common.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _nth_valid(number: int, tensor: Tensor, mask: Tensor | None, boundaries: Tensor | None) -> Tensor:
-    """The first or second row of each sequence that is not padding, ``[B, H, N, D]`` to ``[B, H, S, D]``."""
+    """Select the first or second row of each sequence that is not padding, ``[B, H, N, D]`` to ``[B, H, S, D]``."""
     if boundaries is not None:
         rows = nth_valid(number, boundaries, tensor.shape[2], None if mask is None else mask[0])
         return tensor.index_select(2, rows)

@@ -1,4 +1,4 @@
-"""Mixture attention as the equations say it. Materialises every pair; any dtype; differentiable twice.
+"""Mixture attention, written like the equations. Materialises every pair; any dtype; twice differentiable.
 
     logit[i,j,r] = log_prior[r] + similarity(q_i, k_jr; variance[r])
     weight[i,j]  = softmax over j of ( soft: logsumexp_r logit    hard: max_r similarity )
@@ -19,7 +19,7 @@ from mgk.ops.problem import MixtureProblem
 
 
 def unsupported(problem: MixtureProblem) -> str | None:
-    """Why this backend cannot serve the call: it can serve every one."""
+    """Return ``None``: this backend supports every call."""
     return None
 
 
@@ -27,8 +27,9 @@ def attention(problem: MixtureProblem) -> Tensor:
     """``out[i] = sum_j weight[i,j] v_j``, ``[B, H, Nq, Dv]``."""
     weight, _ = _unnormalised_weights(problem)
     value = problem.value.to(weight.dtype).repeat_interleave(problem.group_size, dim=1)
-    # The normaliser is one more value, the constant 1: summed in the same order, it makes rows sum to one exactly. (The
-    # width is a multiple of 16 because matrix kernels sum the columns of an incomplete tile in another order.)
+    # The normaliser is the sum over one more value column, the constant 1. Summed in the same order as the other
+    # columns, it makes the rows sum to one exactly. (The width is a multiple of 16 because matrix kernels sum the
+    # columns of an incomplete tile in another order.)
     sums = weight @ F.pad(value, (0, 16 - value.shape[-1] % 16), value=1.0)
     total = sums[..., -1:]
     weighted = sums[..., : value.shape[-1]] if problem.dropout_p == 0 else F.dropout(weight, problem.dropout_p) @ value
@@ -61,10 +62,10 @@ def responsibility_sums(problem: MixtureProblem) -> Tensor:
 
 
 def _unnormalised_weights(problem: MixtureProblem) -> tuple[Tensor, Tensor]:
-    """``sum_r exp(logit - maximum)``, ``[B, H, Nq, Nk]``, and the row maximum, ``[B, H, Nq]``.
+    """Return ``sum_r exp(logit - maximum)``, ``[B, H, Nq, Nk]``, and the row maximum, ``[B, H, Nq]``.
 
-    One maximum over keys and components together: nesting log-sum-exp inside softmax would meet -inf minus -inf. It
-    cancels in every result, so it is a constant for autograd.
+    The maximum is taken over keys and components together, because nesting log-sum-exp inside softmax would subtract
+    -inf from -inf. It cancels in every result, so it is a constant for autograd.
     """
     logit = _component_logits(problem)
     if problem.assignment == "hard":
@@ -95,7 +96,7 @@ def _component_logits(problem: MixtureProblem) -> Tensor:
 
 
 def _visible(problem: MixtureProblem) -> Tensor:
-    """bool, broadcastable to ``[B, H, Nq, Nk]``: which query sees which key."""
+    """Mask of the keys that each query sees, bool, broadcastable to ``[B, H, Nq, Nk]``."""
     num_queries, num_keys = problem.query.shape[2], problem.key.shape[3]
     visible = torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool, device=problem.query.device)
     if problem.is_causal:

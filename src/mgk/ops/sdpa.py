@@ -1,7 +1,7 @@
-"""Mixture attention on ``F.scaled_dot_product_attention``: whatever fused kernel the device has, with autograd.
+"""Mixture attention on ``F.scaled_dot_product_attention``, which uses the fused kernel of the device and has autograd.
 
-Expand |q - k|^2 and write everything in units of logit * variance. What a dot product cannot say goes into a few extra
-feature columns, appended to query and key and padded to one width so that the fused kernels accept the call:
+Expand |q - k|^2 and write everything in units of logit * variance. The terms beside q . k go into a few extra feature
+columns, appended to query and key and padded to one width so that the fused kernels accept the call:
 
 - *flattened*: a soft mixture is plain softmax attention over the M * Nk keys, each value repeated M times, with
   ``log_prior - |k_jr|^2 / 2`` as a bias per key. The bias is one column (times a column of ones).
@@ -9,7 +9,7 @@ feature columns, appended to query and key and padded to one width so that the f
   ``sum_r exp(logit) = exp(s_ij) * sum_r A_ir B_jr``. One call over Nk keys with the value columns ``[B_jr v_j, B_jr]``
   gives every component's numerator and denominator; softmax's own normaliser cancels when A combines them.
 
-Half precision would round such a column away; there it travels as three columns whose sum is exact.
+In half precision a single column would be too coarse, so it is split into three columns whose sum is exact.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mgk.ops.problem import MixtureProblem
 from mgk.ops.validation import may_inspect_values
 
-# Extra feature columns as (on the query, on the key); None on the query is a column of ones. The first, if any, is the
-# bias of each key.
+# Extra feature columns, each as a pair (for the query, for the key); None for the query is a column of ones. The first
+# column, if there is one, is the bias of each key.
 Columns: TypeAlias = list[tuple[Tensor | None, Tensor]]
 
-# Where the spread of u over components plus that of w, in logits, exceeds this, A_ir B_jr can underflow in all
-# components at once: fp32 has 87 e-folds below 1, of which exp(s - max) needs the rest.
+# Largest sum of the spreads of u and w over components, in logits, for the factored form. Beyond it A_ir B_jr can
+# underflow in all components at once: fp32 has 87 e-folds below 1, and exp(s - max) needs the rest of them.
 FACTORED_SPREAD = 60.0
 
 # cuDNN's backward gives NaN where all logits of a row lie below -88 and the keys do not fill its last tile: it
 # exponentiates the tail, whose logits are 0, before it masks it. Dot products rarely go there; distances do.
 CUDA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-# Devices on which mixtures of half-precision inputs are attended in fp32.
+# Devices on which mixtures of half-precision inputs are computed in fp32.
 FLOAT32_DEVICES = ("cpu",)
 
-# Height of a block of queries under a causal mask that the stock kernels cannot express: low enough that little is
-# computed beyond the diagonal, high enough to keep the kernels busy.
+# Number of queries in a block under a causal mask that the stock kernels cannot express: few enough that little is
+# computed beyond the diagonal, many enough to keep the kernels busy.
 CAUSAL_BLOCK = 256
 
 # Query-side factors of the three columns that carry one fp32 number in half precision. fp16 has few exponent bits: the
@@ -50,18 +50,18 @@ SPLIT_FACTORS = {torch.bfloat16: (1.0, 1.0, 1.0), torch.float16: (2.0**11, 1.0, 
 # Mantissa bits of fp32 that survive in the half type, as a mask over its int32 pattern.
 SPLIT_BITS = {torch.bfloat16: -(1 << 16), torch.float16: -(1 << 13)}
 
-# The lowest a bias column may go: finite, since 0 * inf would be NaN in backward.
+# Lowest value of a bias column. It is finite because 0 * inf would be NaN in the backward pass.
 LOWEST = {torch.float64: -1e30, torch.float32: -1e30, torch.bfloat16: -1e30, torch.float16: -60000.0 * 2.0**11}
 
-# A log prior at or below this is a prior of zero, as the smallest number of the dtype often means.
+# A log prior at or below this counts as a prior of zero, because callers often write the lowest number of the dtype.
 DEAD_PRIOR = -1e30
 
-# How far below every logit that counts a masked key lies: exp(-1000) is 0 even in fp64.
+# Distance of a masked key's logit below the logits of visible keys: exp(-1000) is 0 even in fp64.
 MASKED_MARGIN = 1000.0
 
 
 def unsupported(problem: MixtureProblem) -> str | None:
-    """Why this backend cannot serve the call, or ``None``."""
+    """Name what the call needs and this backend lacks, or return ``None`` if the backend supports the call."""
     if problem.num_components > 1 and problem.assignment == "hard":
         return "assignment='hard' with several components"
     if problem.num_components > 1 and problem.dropout_p > 0 and not is_plain_softmax(problem):
@@ -70,13 +70,14 @@ def unsupported(problem: MixtureProblem) -> str | None:
 
 
 def attention(problem: MixtureProblem) -> Tensor:
-    """``[B, H, Nq, Dv]``"""
+    """Attention output, ``[B, H, Nq, Dv]``."""
     dtype = problem.query.dtype
     if problem.log_prior is not None and not problem.has_prior_by_key:
-        # Exact, since only ratios of priors count; it keeps rounding errors out of the gradient's irrelevant direction.
+        # Normalising is exact, since only ratios of priors matter, and it keeps rounding errors out of the direction of
+        # the gradient in which the output does not change.
         problem = problem._replace(log_prior=problem.log_prior.log_softmax(dim=1))
     if is_plain_softmax(problem):
-        # u_ir does not depend on j: shifts and priors change no weight (softmax-smgk IS softmax).
+        # u_ir does not depend on j, so shifts and priors change no weight: softmax-smgk is exactly softmax.
         problem = problem._replace(shift=None, log_prior=None)
     elif problem.assignment == "hard":
         problem = problem._replace(log_prior=None)
@@ -94,16 +95,16 @@ def attention(problem: MixtureProblem) -> Tensor:
 
 
 def is_plain_softmax(problem: MixtureProblem) -> bool:
-    """Dot similarity where neither shift nor prior distinguishes one key position from another."""
+    """Whether the call is plain softmax: dot similarity, with a shift and a prior that are the same for all keys."""
     one_key = problem.key.shape[2] == 1
     return problem.similarity == "dot" and problem.shares_variance and one_key and not problem.has_prior_by_key
 
 
 def _needs_float32(problem: MixtureProblem) -> bool:
-    """Whether half-precision inputs are attended in fp32.
+    """Whether half-precision inputs must be computed in fp32.
 
-    ``k / variance_r`` is not a half-precision number and must not be rounded to one. And the CPU kernels accumulate
-    half-precision gradients in half precision, for which they are hardly faster (bf16) or many times slower (fp16).
+    ``k / variance_r`` must not be rounded to half precision. And the CPU kernels accumulate half-precision gradients in
+    half precision, while they are hardly faster (bf16) or many times slower (fp16) than in fp32.
     """
     if isinstance(problem.variance, Tensor):
         return True
@@ -112,7 +113,7 @@ def _needs_float32(problem: MixtureProblem) -> bool:
 
 
 def _flattened_projected(problem: MixtureProblem) -> Tensor:
-    """All components as separate keys; one variance, a Python number."""
+    """Attention with all components as separate keys, for one variance that is a Python number."""
     assert isinstance(problem.variance, float)
     query, key = _product_operands(problem)
     bias = _norm_and_prior(problem, key)
@@ -121,7 +122,7 @@ def _flattened_projected(problem: MixtureProblem) -> Tensor:
 
 
 def _flattened_unequal(problem: MixtureProblem) -> Tensor:
-    """All components as separate keys, each divided by its own variance. fp32 or fp64 only."""
+    """Attention with all components as separate keys, each divided by its own variance; fp32 or fp64 only."""
     inverse_variance = problem.inverse_variance()
     assert isinstance(inverse_variance, Tensor)
     query, key = problem.centred()
@@ -139,7 +140,7 @@ def _flattened_unequal(problem: MixtureProblem) -> Tensor:
 
 
 def _shifted(problem: MixtureProblem) -> Tensor:
-    """Shifted keys of one variance: q . (k_j + b_r) = q . k_j + q . b_r, one product for all components."""
+    """Attention with shifted keys of one variance, whose components share a product: q.(k_j + b_r) = q.k_j + q.b_r."""
     assert problem.shift is not None
     assert isinstance(problem.variance, float)
     shift, variance = problem.shift.to(problem.compute_dtype), problem.variance
@@ -169,7 +170,10 @@ def _shifted(problem: MixtureProblem) -> Tensor:
 def _flattened_shifted(
     problem: MixtureProblem, query: Tensor, key: Tensor, bias: Tensor | None, u: Tensor, w: Tensor
 ) -> Tensor:
-    """Component r of key j carries a one-hot column that picks u_ir - u_i0; u_i0 is the same for every key."""
+    """Attention over all components as separate keys, in which a one-hot column of component r selects u_ir - u_i0.
+
+    The term u_i0 is dropped, because it is the same for every key.
+    """
     components = w.shape[-1]
     bias = w if bias is None else w + bias[..., None]
     columns: Columns = [(None, bias.flatten(2))]
@@ -181,11 +185,12 @@ def _flattened_shifted(
 
 
 def _rows_too_wide_to_factor(problem: MixtureProblem, u: Tensor, w: Tensor) -> Tensor | None:
-    """bool ``[B, H, Nq]``: rows for which some ``sum_r A_ir B_jr`` may underflow. ``None`` where it cannot be asked.
+    """Mask of rows for which some ``sum_r A_ir B_jr`` may underflow, bool ``[B, H, Nq]``; ``None``: flatten all rows.
 
-    A row is judged by the keys it can see, so that later tokens leave the bits of earlier rows alone. The answer is
-    read on the host: only where that stalls no device and breaks no graph. Never in half precision, where rounding
-    ``B_jr v_j`` would cost the gradient of the key more digits than the flattened form does.
+    A row is judged by the keys that it can see, so that later tokens do not change a bit of earlier rows. The mask is
+    read on the host, so it is computed only where that neither stalls a device nor breaks a graph. In half precision
+    the factored form is never used, because rounding ``B_jr v_j`` would cost the gradient of the key more precision
+    than the flattened form does.
     """
     if problem.query.dtype != problem.compute_dtype or u.device.type != "cpu" or not may_inspect_values(u):
         return None
@@ -213,7 +218,7 @@ def _factored(problem: MixtureProblem, query: Tensor, key: Tensor, bias: Tensor 
     value = torch.cat([problem.value, problem.value.new_ones(*problem.value.shape[:-1], 1)], dim=-1)
     value = (b[..., None] * value[..., None, :]).flatten(3)  # [B, Hkv, Nk, M * (Dv + 1)]
     bias = w_maximum[..., 0] if bias is None else bias + w_maximum[..., 0]
-    # The quotient makes rows sum to one by itself.
+    # The quotient below makes rows sum to one.
     out = _attend(problem, query, key, value, [(None, bias)], inverse_variance, sums_to_one=False)
     out = out.unflatten(-1, (a.shape[-1], -1))
     out = (a[..., None] * out).sum(-2)
@@ -222,10 +227,10 @@ def _factored(problem: MixtureProblem, query: Tensor, key: Tensor, bias: Tensor 
 
 
 def _product_operands(problem: MixtureProblem) -> tuple[Tensor, Tensor]:
-    """Query and key as the kernel multiplies them: centred in fp32 and fp64, as they came in half precision.
+    """Query and key for the product in the kernel: centred in fp32 and fp64, unchanged in half precision.
 
-    Rounding a centred half-precision input would change the problem; its norms in fp32 and the kernel's fp32
-    accumulator keep the logits right without centring.
+    Rounding a centred half-precision input would change the problem. Its norms in fp32 and the fp32 accumulator of the
+    kernel keep the logits accurate without centring.
     """
     return problem.centred() if problem.query.dtype == problem.compute_dtype else (problem.query, problem.key)
 
@@ -242,19 +247,19 @@ def _norm_and_prior(problem: MixtureProblem, key: Tensor) -> Tensor | None:
 
 
 def _interleave(per_component: Tensor) -> Tensor:
-    """``[B, Hkv, M, Nk, ...]`` to ``[B, Hkv, Nk * M, ...]``: j-major, a prefix of positions is a prefix of keys."""
+    """Flatten ``[B, Hkv, M, Nk, ...]`` to ``[B, Hkv, Nk * M, ...]``: a prefix of positions is a prefix of keys."""
     return per_component.transpose(2, 3).flatten(2, 3)
 
 
 class _SplitColumn(torch.autograd.Function):
-    """An fp32 number as three half-precision ones, ``[..., 3]``, that add up to it once times ``SPLIT_FACTORS``."""
+    """Split fp32 numbers into three in half precision, ``[..., 3]``, whose sum with ``SPLIT_FACTORS`` is exact."""
 
     @staticmethod
     def forward(ctx: Any, column: Tensor, dtype: torch.dtype) -> Tensor:
         rest = column.clamp(LOWEST[dtype], -LOWEST[dtype])
         parts = []
         for factor in SPLIT_FACTORS[dtype]:
-            # Cut bits rather than cast down and up: a compiler may drop a round trip through half precision.
+            # Mask the bits instead of casting down and up, because a compiler may remove such a round trip.
             part = (rest.view(torch.int32) & SPLIT_BITS[dtype]).view(torch.float32) / factor
             part = part.masked_fill(part.abs() < torch.finfo(dtype).tiny, 0.0)
             parts.append(part)
@@ -267,12 +272,15 @@ class _SplitColumn(torch.autograd.Function):
 
 
 def _split_factors(like: Tensor) -> Tensor:
-    """``[3]``, filled on the device: a copy from the host would wait for it, and could not enter a CUDA graph."""
+    """``SPLIT_FACTORS`` as a tensor ``[3]``, filled on the device.
+
+    A copy from the host would synchronise with the device and could not be captured in a CUDA graph.
+    """
     return torch.cat([like.new_full((1,), factor) for factor in SPLIT_FACTORS[like.dtype]])
 
 
 def _columns_for_query(query: Tensor, columns: Columns) -> list[Tensor]:
-    """The query's side of the columns, ``[B, H, Nq, 1 or 3]`` each. ``None`` is a column of ones."""
+    """Return the columns to append to the query, ``[B, H, Nq, 1 or 3]`` each. ``None`` is a column of ones."""
     if query.dtype not in SPLIT_FACTORS:
         ones = query.new_ones(*query.shape[:-1], 1)
         return [ones if on_query is None else on_query[..., None] for on_query, _ in columns]
@@ -284,7 +292,10 @@ def _columns_for_query(query: Tensor, columns: Columns) -> list[Tensor]:
 
 
 def _columns_for_key(key: Tensor, columns: Columns) -> list[Tensor]:
-    """The key's side. Beside a column of the query it is one-hot, exact in any dtype, and takes the factors."""
+    """Return the columns to append to the key, ``[B, Hkv, keys, 1 or 3]`` each.
+
+    A column that belongs to one of the query is one-hot, hence exact in any dtype, and is multiplied by the factors.
+    """
     if key.dtype not in SPLIT_FACTORS:
         return [on_key[..., None] for _, on_key in columns]
     factors = _split_factors(key)
@@ -319,14 +330,15 @@ def _attend(
         hidden = hidden.repeat_interleave(repeat, dim=-1)
         bias = columns[0][1] if len(columns) > 0 else torch.zeros_like(key[..., 0], dtype=problem.compute_dtype)
         columns = [(None, bias.masked_fill(hidden, 0.0)), *columns[1:]]
-        # Twice the bound, so that the margin is not rounded away where the bound is large.
+        # The bound is doubled so that the margin is not rounded away where the bound is large.
         sentinel = 2.0 * _lowest_logit(query, key, columns) - MASKED_MARGIN / scale
         columns[0] = (None, torch.where(hidden, sentinel, columns[0][1]))
     columns = [(on_query, on_key.clamp(min=LOWEST[query.dtype])) for on_query, on_key in columns]
     for_query, for_key = _columns_for_query(query, columns), _columns_for_key(key, columns)
 
-    # One more value, the constant 1, sums in the order of the others: dividing by it makes rows sum to one exactly.
-    # Half precision would round that sum; plain softmax is left to the stock kernel.
+    # One more value column, the constant 1, is summed in the same order as the others, so dividing by its sum makes
+    # rows sum to one exactly. Half precision would round that sum, and plain softmax goes to the stock kernel
+    # unchanged.
     is_exact = query.dtype == problem.compute_dtype
     sums_to_one = sums_to_one and len(columns) > 0 and problem.dropout_p == 0 and is_exact
     for_value = [value.new_ones(1).expand(*value.shape[:-1], 1)] if sums_to_one else []
@@ -360,14 +372,14 @@ def _attend(
     if group > 1 and not masked_by_pair:
         out = out.unflatten(2, (group, num_queries)).flatten(1, 2)
     if sums_to_one:
-        # A constant for autograd: it is 1 up to rounding, whatever the inputs.
+        # The sum is a constant for autograd, since it is 1 up to rounding for all inputs.
         total = out[..., value_dim : value_dim + 1].detach()
         return out[..., :value_dim] / total.masked_fill(total == 0, 1.0)
     return out[..., :value_dim]
 
 
 def _hidden_keys(problem: MixtureProblem) -> Tensor | None:
-    """bool, broadcastable to ``[B, Hkv, Nk]``: masked keys, and positions whose prior is zero in every component."""
+    """Mask of masked keys and of positions whose priors are all zero, bool, broadcastable to ``[B, Hkv, Nk]``."""
     hidden = None if problem.key_mask is None else ~problem.key_mask[:, None]
     if problem.log_prior is not None and problem.has_prior_by_key:
         dead = (problem.log_prior <= DEAD_PRIOR).all(dim=-2)
@@ -378,10 +390,10 @@ def _hidden_keys(problem: MixtureProblem) -> Tensor | None:
 
 @torch.no_grad()
 def _lowest_logit(query: Tensor, key: Tensor, columns: Columns) -> Tensor:
-    """A lower bound of ``q . k + columns`` over all pairs, one number.
+    """Lower bound of ``q . k + columns`` over all pairs, a scalar.
 
-    A stand-in for -inf must lie below it, but not absurdly: kernels compare logits of a row with that row's normaliser,
-    rounded differently, and where a row sees stand-ins alone a difference of 1e30's last digits would overflow.
+    A stand-in for -inf must be below it, but not too far: kernels subtract the row normaliser, which is rounded
+    differently, from the logits, and in a row of stand-ins of -1e30 the difference of the last digits would overflow.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     bound = (
@@ -395,16 +407,17 @@ def _lowest_logit(query: Tensor, key: Tensor, columns: Columns) -> Tensor:
 
 
 def _causal_in_blocks(stock: Any, query: Tensor, key: Tensor, value: Tensor, repeat: int) -> Tensor:
-    """Bottom-right causal attention over keys repeated ``repeat`` times, a block of queries at a time.
+    """Bottom-right causal attention over keys repeated ``repeat`` times, computed one block of queries at a time.
 
-    Every block's mask is a slice of one shared tensor: autograd saves the masks, and fresh ones would add up to
-    Nq x Nk. So would the copies that CUDA kernels make of misaligned masks; hence keys are padded to multiples of 16.
+    Autograd saves the masks, and separate masks would add up to Nq x Nk, so the mask of every block is a slice of one
+    shared tensor. Copies that CUDA kernels make of misaligned masks would add up as well, so keys are padded to
+    multiples of 16.
     """
     num_queries, num_keys = query.shape[2], key.shape[2] // repeat
     offset, alignment = num_keys - num_queries, 16
     padded_keys = -(-num_keys // alignment) * alignment
     key, value = (F.pad(x, (0, 0, 0, (padded_keys - num_keys) * repeat)) for x in (key, value))
-    # Counted from the end all blocks are alike: the last row of the pattern sees every key, the one before all but one.
+    # Counted from the end, all blocks have the same pattern: its last row sees every key, the row before all but one.
     height = CAUSAL_BLOCK + alignment
     column = torch.arange(padded_keys * repeat, device=query.device) // repeat
     row = torch.arange(height, device=query.device)[:, None]
@@ -425,7 +438,7 @@ def _causal_in_blocks(stock: Any, query: Tensor, key: Tensor, value: Tensor, rep
 
 
 def _pair_mask(problem: MixtureProblem, repeat: int) -> Tensor:
-    """The attention mask and causality in one. Rows without a key may see all: they are zeroed afterwards."""
+    """Attention mask combined with causality. Rows without a key may see all keys here; they are zeroed afterwards."""
     visible = _visible_pairs(problem)
     visible = visible | ~visible.any(dim=-1, keepdim=True)
     return visible.repeat_interleave(repeat, dim=-1) if repeat > 1 else visible
@@ -441,7 +454,7 @@ def _visible_pairs(problem: MixtureProblem) -> Tensor:
 
 
 def _zero_empty_rows(problem: MixtureProblem, out: Tensor) -> Tensor:
-    """Rows that see no key attended to stand-ins; their output, and with it their gradient, is zero."""
+    """Set the output of rows that see no key to zero, and with it their gradient; so far they attend to stand-ins."""
     hidden = _hidden_keys(problem)
     alive = None if hidden is None else ~hidden
     if alive is not None and alive.shape[1] > 1:

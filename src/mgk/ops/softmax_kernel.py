@@ -1,7 +1,7 @@
-"""Where our own kernel computes plain softmax attention faster than the stock kernels: a table of what was measured.
+"""Table of the measured cases in which our kernel computes plain softmax attention faster than the stock kernels.
 
-``mgk bench choose`` writes it, ``softmax_kernel.json``, from the JSON of ``mgk bench attention``; nobody types it. A
-call that is not like a measured one keeps the stock kernels.
+``mgk bench choose`` writes it to ``softmax_kernel.json`` from the JSON of ``mgk bench attention``; it is never edited
+by hand. A call that resembles no measured one keeps the stock kernels.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ PATH = Path(__file__).with_name("softmax_kernel.json")
 
 
 class Faster(NamedTuple):
-    """Our kernel was faster at this size and at every larger one that was measured."""
+    """A case in which our kernel was faster at this size and at every larger one that was measured."""
 
     architecture: str
-    """of the GPU, ``"sm90"`` for example"""
+    """Architecture of the GPU, for example ``"sm90"``"""
     dtype: torch.dtype
     head_dim: int
     is_causal: bool
     needs_gradient: bool
-    """forward and backward together, or forward without gradients"""
+    """Whether forward and backward were timed together, or forward without gradients"""
     tokens: int
-    """fewest of a sequence"""
+    """Fewest tokens of a sequence"""
     queries: int
-    """fewest in all sequences and heads: with less to do the host decides, and the stock kernels have less to queue"""
+    """Fewest queries in all sequences and heads. With fewer, host time decides, of which the stock kernels need less"""
 
 
 def read(path: Path = PATH) -> tuple[Faster, ...]:
-    """The table of a file."""
+    """Read the table from a file."""
     return tuple(
         Faster(
             architecture=each["architecture"], dtype=getattr(torch, each["dtype"]), head_dim=each["head_dim"],
@@ -48,12 +48,12 @@ def read(path: Path = PATH) -> tuple[Faster, ...]:
     )  # fmt: skip
 
 
-# Once, when the library is imported: a call only compares numbers.
+# Read once, when the library is imported, so that a call only compares numbers.
 _table = read()
 
 
 def is_faster(problem: MixtureProblem) -> bool:
-    """Whether a plain softmax on a GPU, which our kernel can serve, is like one that it was faster at."""
+    """Whether the table has our kernel faster for a call of plain softmax on a GPU, which it must support."""
     if not _table:
         return False
     batch, heads, tokens, head_dim = problem.query.shape
@@ -72,7 +72,7 @@ def is_faster(problem: MixtureProblem) -> bool:
     leaves = (problem.query, problem.key, problem.value)
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in leaves)
     name = architecture(problem.query.device.index or 0)
-    # Compared one by one: a compiler knows some of these sizes as symbols only.
+    # The entries are compared one by one, because a compiler knows some of these sizes only as symbols.
     for each in _table:
         if (
             each.architecture == name
@@ -89,7 +89,7 @@ def is_faster(problem: MixtureProblem) -> bool:
 
 @contextmanager
 def ignored() -> Iterator[None]:
-    """Inside, `auto` gives every plain softmax to the stock kernels: for measurements that name them."""
+    """Context in which `auto` leaves every plain softmax to the stock kernels, for measurements of those."""
     global _table
     before, _table = _table, ()
     try:
@@ -98,9 +98,9 @@ def ignored() -> Iterator[None]:
         _table = before
 
 
-# Asked at every call of plain softmax. To a compiler it is a constant: ``dispatch.py`` says so where there is a GPU.
+# Called for every plain softmax. ``dispatch.py`` marks it as a constant for the compiler where there is a GPU.
 @functools.cache
 def architecture(index: int) -> str:
-    """Of a GPU by its number, such as ``sm90``."""
+    """Architecture of the GPU with this index, for example ``sm90``."""
     major, minor = torch.cuda.get_device_capability(index)
     return f"sm{major}{minor}"

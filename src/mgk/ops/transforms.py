@@ -1,9 +1,9 @@
-"""Calls over which PyTorch runs a transform: ``torch.func``, forward-mode derivatives, the export to ONNX.
+"""Calls under a transform of PyTorch: ``torch.func``, forward-mode derivatives, the export to ONNX.
 
-Under these most backends do not work: a fused kernel or a custom operation has one derivative at most, no forward mode
-and no node in ONNX, and no number may be read on the host. There the public functions take a formula that composes. Who
-dispatches asks :func:`is_transformed` once, before anything else, and then leaves the choice to
-:func:`composable_backend`: a new backend needs to know nothing of transforms.
+Most backends do not work there: a fused kernel or a custom operation has at most a first derivative, no forward mode
+and no ONNX node, and no value may be read on the host. The dispatcher therefore asks :func:`is_transformed` first and
+leaves the choice to :func:`composable_backend`, which picks a backend that composes with the transform. A new backend
+need not know about transforms.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _REVERSE = torch._C._functorch.TransformType.Grad
 
 
 def is_transformed() -> bool:
-    """Whether a transform runs over the call, for which a backend must compose and values cannot be read."""
+    """Whether the call is under a transform, so that the backend must compose with it and values cannot be read."""
     if torch._C._are_functorch_transforms_active():
         return True
     if torch.compiler.is_compiling():
@@ -29,19 +29,20 @@ def is_transformed() -> bool:
 
 def is_exported_to_onnx() -> bool:
     """Whether ``torch.onnx.export`` traces the call."""
-    # To ask for ONNX first would import it.
+    # Asking torch.onnx first would import it.
     return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether ``tensor`` holds one value for each of the calls that ``torch.func.vmap`` maps."""
+    """Whether ``tensor`` is batched by ``torch.func.vmap``."""
     return torch._C._functorch.is_batchedtensor(tensor)
 
 
 def composable_backend(backend: str) -> str:
-    """The backend of a transformed call, which is ``backend`` unless that is ``"auto"``; an error if it cannot do it.
+    """Return the backend for a transformed call: ``backend`` itself, or a choice if that is ``"auto"``.
 
-    ``"chunked"`` has a first derivative and can be mapped, in linear memory; ``"reference"`` can do everything.
+    Raises ``ValueError`` for a backend that does not compose with the transform. ``"chunked"`` has a first derivative
+    and can be mapped, in linear memory; ``"reference"`` composes with every transform.
     """
     able: tuple[str, ...]
     if is_exported_to_onnx():
@@ -51,7 +52,7 @@ def composable_backend(backend: str) -> str:
     elif is_differentiated():
         asked, able = "a derivative of torch.func", ("chunked", "reference", "sdpa")
     else:
-        # vmap alone: an operation without a rule is called once for each.
+        # Under vmap alone, an operation without a rule of its own is called once for each slice.
         asked, able = "a map of torch.func", ("chunked", "reference", "sdpa", "triton")
     if backend == "auto":
         return able[0]
@@ -61,15 +62,15 @@ def composable_backend(backend: str) -> str:
 
 
 def is_differentiated() -> bool:
-    """Whether a transformed call is more than mapped."""
+    """Whether a transformed call is differentiated or exported, and not only mapped."""
     return needs_plain_torch() or _REVERSE in _kinds()
 
 
 def needs_plain_torch() -> bool:
-    """Whether a transformed call needs operations of PyTorch alone, each of which it can transform itself.
+    """Whether a transformed call must consist of PyTorch's own operations, which support every transform.
 
-    A formula of our own has a backward and can be mapped; forward mode, a derivative of the backward, a graph of ONNX
-    and ``torch.func`` inside ``torch.compile`` are beyond it.
+    Our own autograd functions have a backward pass and can be mapped, but support neither forward mode nor a derivative
+    of the backward pass, ONNX graphs or ``torch.func`` inside ``torch.compile``.
     """
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return True
@@ -78,5 +79,5 @@ def needs_plain_torch() -> bool:
 
 
 def _kinds() -> list[Any]:
-    """The transforms of torch.func that run over the call, from the outermost on."""
+    """Kinds of the torch.func transforms around the call, the outermost first."""
     return [interpreter.key() for interpreter in torch._C._functorch.get_interpreter_stack()]

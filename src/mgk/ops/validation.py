@@ -1,4 +1,4 @@
-"""Checks of user input. Each raises before any work, in one sentence: what was expected, what came."""
+"""Checks of user input. Each raises before any computation, with one sentence: what was expected, what came."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _debug_checks = False
 
 
 def debug_checks(enabled: bool) -> None:
-    """Also inspect the values inside GPU tensors.
+    """Switch on or off the checks of values inside GPU tensors.
 
-    Values of CPU tensors and Python numbers are always inspected. On a GPU that would wait for the device at every
-    call, so it is off until asked for.
+    Python numbers and values of CPU tensors are always checked. On a GPU the checks synchronise with the device at
+    every call, so they are off by default.
     """
     global _debug_checks
     _debug_checks = bool(enabled)
 
 
 def is_traced() -> bool:
-    """Whether a graph is being made, for which one example must not decide."""
+    """Whether a graph is being traced, which must not depend on the values of one example."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
 
 
 def may_inspect_values(tensor: Tensor) -> bool:
-    """Whether reading numbers out of ``tensor`` costs neither a device synchronisation nor a graph break.
+    """Whether reading values of ``tensor`` causes neither a device synchronisation nor a graph break.
 
-    What a transform has wrapped may hold the numbers of many calls, or none.
+    A tensor that a transform has wrapped may hold the values of many calls, or none, so its values are never read.
     """
     if is_traced() or is_transformed() or tensor.device.type == "meta" or type(tensor) not in (Tensor, Parameter):
         return False
@@ -60,9 +60,9 @@ def make_problem(
     visibility: Visibility,
     dropout_p: float = 0.0,
 ) -> MixtureProblem:
-    """Validate one call and bring it into canonical form. Without ``value`` a value of width 0 stands in.
+    """Validate one call and return it in canonical form. If ``value`` is ``None``, a value of width 0 takes its place.
 
-    Padding is still as it came: a step of generation must not copy the cache. See :func:`fill_padding`.
+    Padding is not filled here but in :func:`fill_padding`, so that a step of generation does not copy the cache.
     """
     _check_options(mixture, visibility, dropout_p)
     query, key, value = _canonical_operands(query, key, value)
@@ -106,7 +106,7 @@ def _check_options(mixture: Mixture, visibility: Visibility, dropout_p: float) -
         raise ValueError(f"dropout_p must lie in [0, 1), got {dropout_p}")
     log_prior = mixture.log_prior
     if visibility.cu_seqlens_q is not None and isinstance(log_prior, Tensor) and log_prior.ndim == 4:
-        # [Hkv, M, Tk] tells the keys of different sequences apart by itself.
+        # A prior for each sample is not needed, since [Hkv, M, Tk] has an entry for each key of each sequence.
         raise ValueError(
             f"log_prior of packed sequences must have shape [M], [Hkv, M] or [Hkv, M, Tk], got {list(log_prior.shape)}"
         )
@@ -169,7 +169,7 @@ def _check_shift(shift: Tensor, query: Tensor, key: Tensor) -> None:
 
 
 def _check_packed(query: Tensor, num_keys: int, cu_seqlens_q: Any, cu_seqlens_k: Any, attn_mask: Tensor | None) -> None:
-    """``query [1, H, T, D]``: the row that holds all sequences."""
+    """Check the boundaries of packed sequences, whose tokens lie in one row, ``query [1, H, T, D]``."""
     if len(query) != 1:
         raise ValueError(f"packed sequences must lie in one row, got {len(query)} rows")
     if attn_mask is not None:
@@ -184,7 +184,7 @@ def _check_packed(query: Tensor, num_keys: int, cu_seqlens_q: Any, cu_seqlens_k:
 
 
 def check_boundaries(name: str, boundaries: Any, num_tokens: int, device: torch.device) -> None:
-    """``boundaries`` divide so many tokens, which are on that device."""
+    """Check that ``boundaries`` divide ``num_tokens`` tokens and are on their device."""
     if not isinstance(boundaries, Tensor):
         raise TypeError(f"{name} must be an int32 tensor, got {type(boundaries).__name__}")
     if boundaries.dtype != torch.int32:
@@ -205,7 +205,7 @@ def check_boundaries(name: str, boundaries: Any, num_tokens: int, device: torch.
 
 
 def fill_padding(problem: MixtureProblem) -> MixtureProblem:
-    """Zeros in padded keys, values and queries, whatever stood there."""
+    """Return the problem with zeros in padded keys, values and queries."""
     if problem.key_mask is None and problem.query_mask is None:
         return problem
     query, key, value = problem.query, problem.key, problem.value
@@ -234,7 +234,7 @@ def _check_device(name: str, tensor: Tensor, query: Tensor) -> None:
 
 
 def _as_autocast_would(query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Under autocast take query, key and value in its dtype, as ``F.scaled_dot_product_attention`` does."""
+    """Under autocast, cast query, key and value to its dtype, as ``F.scaled_dot_product_attention`` does."""
     device_type = query.device.type
     if query.dtype == torch.float64 or device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return query, key, value
@@ -270,7 +270,7 @@ def _canonical_log_prior(
     if may_inspect_values(log_prior) and log_prior.numel():
         if not bool((log_prior < math.inf).all()):
             raise ValueError("log_prior must hold numbers below infinity, got NaN or infinity")
-        # A sample without any such key is like one whose keys are all masked: its rows are 0.
+        # A prior for each sample may be all -inf: the rows of that sample are 0, as if its keys were masked.
         if log_prior.ndim == 3 and bool((log_prior.amax(dim=(1, 2)) == -math.inf).any()):
             raise ValueError("log_prior must leave every head a component with a prior above zero, got all -inf")
     return log_prior.to(torch.promote_types(query.dtype, torch.float32))

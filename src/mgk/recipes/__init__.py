@@ -1,4 +1,4 @@
-"""Recipes: one YAML for each experiment of the paper, the rows of its tables, and the published numbers."""
+"""Recipes: one YAML file for each experiment of the paper, with the rows of its tables, and the published numbers."""
 
 from mgk.recipes.paper import paper, published
 from mgk.recipes.recipe import Recipe, load, names

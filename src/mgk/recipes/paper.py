@@ -12,12 +12,12 @@ from mgk.training.configuration import read_yaml
 
 
 def paper() -> dict[str, Any]:
-    """``paper.yaml``: ``units`` says what a metric is, ``tables`` has the numbers by table, recipe, row and metric."""
+    """Read ``paper.yaml``: ``units`` of the metrics, and in ``tables`` numbers by table, recipe, row and metric."""
     return copy.deepcopy(_read())
 
 
 def published(recipe: str, row: str) -> dict[str, float]:
-    """All that the paper says about one row of a recipe, by metric; empty where it says nothing."""
+    """Return the paper's numbers for one row of a recipe, by metric; empty if it has none."""
     name = row_name(parse_row(row), {})
     found: dict[str, float] = {}
     for table in _read()["tables"].values():

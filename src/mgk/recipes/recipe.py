@@ -1,4 +1,4 @@
-"""An experiment: everything that decides its runs but the row of the table and the seed."""
+"""An experiment: everything that decides its runs, except the row of the table and the seed."""
 
 from __future__ import annotations
 
@@ -26,43 +26,43 @@ class Recipe:
     """One experiment, as its YAML file describes it."""
 
     name: str
-    """What the command line calls it: ``lra/text``."""
+    """Name on the command line, such as ``lra/text``."""
     title: str
-    """One line for people."""
+    """Description in one line."""
     source: tuple[str, ...]
-    """Where its values come from, one sentence each; those of its base come first."""
+    """Sources of its values, one sentence each; those of its base come first."""
     rows: tuple[str, ...]
     """The rows of its table, in the form of :func:`mgk.recipes.row_name`."""
     values: dict[str, Any]
-    """The keys of :class:`mgk.training.configuration.RunConfig` but ``name``, ``row`` and ``seed``."""
+    """The keys of :class:`mgk.training.configuration.RunConfig`, except ``name``, ``row`` and ``seed``."""
 
     def config(self, row: str | None = None, changes: Sequence[str] = (), seed: int = 0) -> RunConfig:
-        """The run of one row.
+        """Return the configuration of a run of one row.
 
         Args:
-            row: such as ``smgk-4``, one of :attr:`rows` or any other; ``None`` is what the recipe's model says.
-            changes: ``key.key=value``, applied after the row; ``seed=3`` is one, too.
-            seed: of the run.
+            row: a row such as ``smgk-4``, one of :attr:`rows` or any other; ``None`` is the model of the recipe.
+            changes: ``key.key=value``, applied after the row; ``seed=3`` is allowed, too.
+            seed: seed of the run.
         """
         values = {"name": self.name, "seed": seed, **copy.deepcopy(self.values)}
         if row is not None:
             values = merge(values, {"model": parse_row(row)})
         values = override(values, changes)
-        # Without a model there is no name for it, and from_mapping says what is missing.
+        # Without a model there is no row to name, and from_mapping reports the missing key.
         if "model" in values:
             values["row"] = row_name(values["model"], self.values.get("model", {}))
-            # A preset or a field that nobody knows is refused now, not after hours of preparing the data.
+            # An unknown preset or field is refused now, and not after hours of preparing the data.
             parse_row(values["row"])
         return from_mapping(RunConfig, values)
 
 
 def names() -> list[str]:
-    """The recipes that come with the library."""
+    """Names of the recipes that come with the library."""
     return list(_bundled())
 
 
 def load(name_or_path: str | Path) -> Recipe:
-    """A recipe that comes with the library, by its name, or one of your own, by a path that ends in ``.yaml``."""
+    """Load a recipe of the library by its name, or your own by a path that ends in ``.yaml``."""
     path = _find(name_or_path, Path())
     name = _name(path)
     content = _with_base(path, ())
@@ -79,13 +79,13 @@ def load(name_or_path: str | Path) -> Recipe:
 
 @functools.cache
 def _bundled() -> dict[str, Path]:
-    """Name and file of each, sorted by name."""
+    """Return the files of the library's recipes by name, sorted by name."""
     files = {path.relative_to(FOLDER).with_suffix("").as_posix(): path for path in FOLDER.rglob("*.yaml")}
     return {name: files[name] for name in sorted(files) if name not in _NO_RECIPES}
 
 
 def _find(name_or_path: str | Path, folder: Path) -> Path:
-    """The file of a recipe; a relative path starts in ``folder``."""
+    """Return the file of a recipe; a relative path starts in ``folder``."""
     if not isinstance(name_or_path, (str, Path)):
         raise TypeError(f"a recipe must be given by its name or by a path, got {name_or_path!r}")
     text = str(name_or_path)
@@ -104,7 +104,7 @@ def _name(path: Path) -> str:
         if path == bundled:
             return name
     if path.stem in _bundled():
-        # Its runs would pass for ours, and stand beside the published numbers.
+        # Its runs would be taken for those of our recipe, and be compared with the published numbers.
         raise ValueError(f"a recipe of your own must have a name of its own, got {path}, but {path.stem} is bundled")
     if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", path.stem) is None:
         raise ValueError(f"the name of a recipe must have letters, digits, '_', '.' and '-' only, got {path.stem!r}")
@@ -112,7 +112,7 @@ def _name(path: Path) -> str:
 
 
 def _with_base(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
-    """What a file says, over what its base says."""
+    """Read a file, and merge it over its base."""
     if path in below:
         chain = " -> ".join(file.stem for file in (*below, path))
         raise ValueError(f"base must not lead back to where it started, got {chain}")
@@ -140,7 +140,7 @@ def _check(content: Mapping[str, Any], path: Path) -> None:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    # People type the end of a name: text for lra/text.
+    # A likely mistake is the end of a name, such as text for lra/text.
     ends = [full for full in known if full.rpartition("/")[2] == name]
     close = ends or difflib.get_close_matches(name, known, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -13,16 +13,16 @@ from mgk.nn.presets import LINEAR_PRESETS, PRESETS, SOFTMAX_PRESETS
 from mgk.training.configuration import merge, parse_yaml
 
 _FIRST_PART = re.compile(r"(?P<attention>[a-z-]+)-(?P<heads>[1-9][0-9]*)")
-# What needs no quoting in a shell, is a file name everywhere, and is neither our "+" nor our ",".
+# Text that needs no quotes in a shell, is a valid file name everywhere, and contains neither "+" nor ",".
 _PLAIN_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _ALWAYS = ("attention", "num_attention_heads")
 
 
 def parse_row(text: str) -> dict[str, Any]:
-    """The fields of :class:`mgk.models.MGKConfig` that a row stands for.
+    """Parse a row into the fields of :class:`mgk.models.MGKConfig` that it sets.
 
-    A row is ``PRESET-HEADS``, then any number of ``+option`` (true) and ``+option=value``. Values are YAML, lists also
-    without their brackets: ``1,3`` is ``[1, 3]`` and ``1,`` is ``[1]``. A dot leads into a mapping:
+    A row is ``PRESET-HEADS``, then any number of ``+option`` (true) and ``+option=value``. Values are YAML, and lists
+    may omit their brackets: ``1,3`` is ``[1, 3]`` and ``1,`` is ``[1]``. A dot addresses a key of a mapping:
     ``rope_parameters.rope_theta=1e6``.
     """
     if not isinstance(text, str):
@@ -52,11 +52,11 @@ def parse_row(text: str) -> dict[str, Any]:
 
 
 def row_name(model_changes: Mapping[str, Any], base: Mapping[str, Any]) -> str:
-    """The one name of a model in its table, good for a folder; :func:`parse_row` gives it back.
+    """Return the unique name of a model in its table, which is a valid folder name. :func:`parse_row` is the inverse.
 
     Args:
-        model_changes: fields of :class:`mgk.models.MGKConfig`, and perhaps ``architecture``.
-        base: the section ``model`` of the recipe. What agrees with it is left out, but for attention and heads.
+        model_changes: fields of :class:`mgk.models.MGKConfig`, and optionally ``architecture``.
+        base: section ``model`` of the recipe. Fields that agree with it are left out, except attention and heads.
     """
     model = merge(base, model_changes)
     defaults = _of_architecture(model) if any(model.get(key) is None for key in _ALWAYS) else {}
@@ -69,7 +69,7 @@ def row_name(model_changes: Mapping[str, Any], base: Mapping[str, Any]) -> str:
 
 
 def _changed(changes: Mapping[str, Any], base: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What differs from ``base``, by its path."""
+    """Return the fields that differ from ``base``, by their path."""
     found: dict[str, Any] = {}
     for key, value in changes.items():
         if isinstance(value, Mapping):
@@ -81,12 +81,12 @@ def _changed(changes: Mapping[str, Any], base: Mapping[str, Any], where: str) ->
 
 
 def _comparable(value: Any) -> Any:
-    # A tuple is the list that YAML makes of it, and 1 is not true.
+    # YAML writes a tuple as a list, and 1 must differ from true.
     return (list(value) if isinstance(value, tuple) else value, isinstance(value, bool))
 
 
 def _of_architecture(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    # Here, because transformers takes seconds to import and most rows need none of it.
+    # Imported here, because transformers takes seconds to import and most rows do not need it.
     from mgk.models.architectures import ARCHITECTURES
 
     name = model.get("architecture")
@@ -98,7 +98,7 @@ def _of_architecture(model: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _check_name(name: str, row: str) -> None:
-    """Refuse what :class:`mgk.models.MGKConfig` would refuse, before hours of other rows have run."""
+    """Refuse a name that :class:`mgk.models.MGKConfig` would refuse, before other rows have run for hours."""
     from mgk.models.configuration import KEYS_OF_TRANSFORMERS, OTHER_NAMES, MGKConfig
 
     if name in _ALWAYS:
@@ -123,7 +123,7 @@ def _write_value(value: Any, path: str) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (int, float)) and math.isfinite(value):
-        # 3.0 and 3 are one model, and a plus sign would begin an option.
+        # 3.0 and 3 are the same model, and the plus sign of an exponent would begin an option.
         whole = abs(value) < 1e15 and value == int(value)
         return str(int(value)) if whole or isinstance(value, int) else repr(value).replace("e+", "e")
     if isinstance(value, (list, tuple)) and not any(isinstance(item, (list, tuple)) for item in value):

@@ -1,1 +1,1 @@
-"""Tables and figures of the paper, made again from what is in `results/`."""
+"""Reproduction of the paper's tables and figures from the files in `results/`."""

@@ -1,7 +1,7 @@
-"""Results of many runs as one file that travels: below ``results/`` the same names as in the folder of the results.
+"""Archives with the results of many runs, for transfer between machines. Names are those in the folder of results.
 
-Who opens it may trust neither names nor content: nothing is written outside a folder of its own, and nothing is in it
-that is not a result or belongs to one.
+Neither names nor content of an archive are trusted: nothing is written outside of a temporary folder, and every file
+must be a result or belong to one.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from mgk.training import result
 
 ROOT = "results"
 MODES = {".tar.xz": "xz", ".tar.gz": "gz", ".tgz": "gz", ".tar": ""}
-"""How the file is compressed, by the end of its name."""
+"""Compression by the suffix of the file."""
 
 BYTES_PER_SECOND = 5e6
-"""How fast content is packed, at worst: what is left of the time for it counts on this."""
+"""Lowest speed of packing, from which a sweep estimates the time that it must leave for it."""
 
 _PARTS = (CURVES, EVALUATIONS, ANALYSIS)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+-]*")
 
 
 def is_archive(path: Path) -> bool:
-    """Whether a file is called as archives are."""
+    """Whether a file has the suffix of an archive."""
     return path.name.endswith(tuple(MODES))
 
 
 def check_name(path: Path) -> None:
-    """Refuse a file that would not be one, before there is anything to put into it."""
+    """Raise an error for a name without the suffix of an archive, before anything is packed."""
     if not is_archive(path):
         raise ValueError(f"--archive must end in {', '.join(MODES)}, got {path}")
     if path.is_dir():
@@ -42,11 +42,11 @@ def check_name(path: Path) -> None:
 
 
 def pack(path: Path, files: Mapping[PurePosixPath, Path]) -> None:
-    """Write an archive, whole or not at all. What an earlier one of this name held of other runs stays in it.
+    """Write an archive atomically. Other runs in an earlier archive of this name are kept.
 
     Args:
-        path: of the archive.
-        files: by their names below the folder of the results.
+        path: path of the archive.
+        files: files by their names below the folder of results.
     """
     check_name(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def pack(path: Path, files: Mapping[PurePosixPath, Path]) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Path]:
-    """What an archive holds, in a folder of results that lasts as long as the context. All of it is checked first."""
+    """Context with the content of an archive, after checking all of it, in a temporary folder of results."""
     with tempfile.TemporaryDirectory() as folder:
         files = _extract(path, Path(folder))
         _check_owners(path, files, _check_results(path, files))
@@ -77,13 +77,13 @@ def _mode(path: Path) -> str:
 
 def _open_new(path: Path, mode: str) -> tarfile.TarFile:
     if mode == "xz":
-        # Most of it is pictures, which no effort makes smaller.
+        # Most of the content is pictures, which a higher compression level would not make smaller.
         return tarfile.open(path, "w:xz", preset=1)
     return tarfile.open(path, "w:gz") if mode == "gz" else tarfile.open(path, "w")
 
 
 def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Who packed it, and where, is nobody's business."""
+    """Remove the user and other traces of the machine from a member."""
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     member.mode, member.mtime = 0o644, int(member.mtime)
@@ -91,7 +91,7 @@ def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def _extract(path: Path, folder: Path) -> dict[PurePosixPath, Path]:
-    """The files of an archive, in a folder, by their names below the results."""
+    """Extract an archive into a folder, and return the files by their names below the results."""
     try:
         with tarfile.open(path) as archive:
             members = archive.getmembers()
@@ -114,7 +114,7 @@ def _check_member(member: tarfile.TarInfo, path: Path) -> None:
 
 
 def _check_results(path: Path, files: Mapping[PurePosixPath, Path]) -> dict[PurePosixPath, str]:
-    """Those that are results of runs, with the names of the runs, each where it belongs."""
+    """Return the results of runs with the names of the runs, after checking that each is in its place."""
     runs = {}
     for name in files:
         if name.parts[0] in _PARTS:
@@ -128,7 +128,7 @@ def _check_results(path: Path, files: Mapping[PurePosixPath, Path]) -> dict[Pure
 
 
 def _check_owners(path: Path, files: Iterable[PurePosixPath], runs: Mapping[PurePosixPath, str]) -> None:
-    """Curves without their result could be anybody's."""
+    """Check that every other file belongs to a result in the archive."""
     owners = set(runs.values())
     for name in files:
         if name.parts[0] not in _PARTS:

@@ -1,10 +1,10 @@
-"""The claims of the paper, and what our runs say about them.
+"""The claims of the paper, and verdicts on them from our runs.
 
-The test: Welch's t between the seeds of two rows, two-sided, at level 0.05, p values adjusted by Holm over the
+The test is Welch's t between the seeds of two rows, two-sided, at level 0.05, with p values adjusted by Holm over the
 comparisons of one sentence of the paper. A claim "comparable" is tested against the margin of its metric instead of 0.
-Fewer than three seeds in a row decide nothing. Where both rows have the same seeds, the p value of the paired test
-stands beside it, and decides nothing: see docs/reproduction.md. A claim about a corpus that cannot be had is not
-judged; the same comparison on what stands in for it is a claim of its own.
+With fewer than three seeds in a row there is no verdict. If both rows have the same seeds, the p value of the paired
+test is shown as well, but does not decide: see docs/reproduction.md. A claim about a corpus that is not available is
+not judged; the same comparison on a stand-in corpus is a claim of its own.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ Outcome = Literal[
 LEVEL = 0.05
 MINIMUM_SEEDS = 3
 NOISES = 3
-"""A time differs from another if they are so many times their noise apart."""
+"""Two times differ if they are this many times their noise apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """One comparison that the paper says comes out in one way."""
+    """One comparison of two rows whose outcome the paper states."""
 
     page: str
-    """The table or figure."""
+    """Table or figure of the claim."""
     sentence: str
-    """What it belongs to; comparisons of one sentence are one family of tests."""
+    """Sentence of the paper, whose comparisons form one family of tests."""
     where: str
-    """Where the paper says so."""
+    """Place of the sentence in the paper."""
     kind: Kind
     metric: Metric
     recipes: tuple[str, ...]
-    """Several: the mean over them."""
+    """Recipes of the comparison; for several, their mean is compared."""
     first: str
-    """The row that is said to win."""
+    """Row that is claimed to be better."""
     second: str
-    """The row it is compared with."""
+    """Row that it is compared with."""
 
     @property
     def what(self) -> str:
-        """In words."""
+        """The comparison in words."""
         relation = "better than" if self.kind == "better" else "not worse than"
         where = self.recipes[0] if len(self.recipes) == 1 else f"mean of {', '.join(self.recipes)}"
         return f"{self.first} {relation} {self.second}, {where}, {self.metric.title}"
@@ -65,38 +65,38 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What our runs say about a claim."""
+    """The verdict of our runs on a claim."""
 
     claim: Claim
     outcome: Outcome
     why: str
-    """The numbers behind it."""
+    """Numbers behind the verdict."""
     seeds: tuple[int, int]
-    """Of the first row and of the second; of an average, in the recipe that has fewest."""
+    """Number of seeds of the first and the second row; for several recipes, the fewest."""
     published: float | None
-    """By how much the first wins in the paper, in the direction that is better; ``None``: it prints no number."""
+    """Difference in the paper, positive if the first row is better; ``None`` if the paper prints no number."""
     found: float | None = None
-    """By how much it wins in ours."""
+    """Difference in our runs, with the same sign."""
     paired_p: float | None = None
-    """Of the test that compares seed with seed, adjusted in the same way; ``None`` where the rows have other seeds."""
+    """Adjusted p value of the test that compares seed by seed; ``None`` if the rows have different seeds."""
     improvement: Improvement | None = None
-    """The probability that a run of the first row is better than one of the second."""
+    """Probability that a run of the first row is better than one of the second."""
     over_items: ItemInterval | None = None
-    """Where the difference would lie with other test items."""
+    """Interval of the difference over resampled test items."""
 
 
 def claims(page: str) -> list[Claim]:
-    """Those about one table or figure."""
+    """Return the claims about one table or figure."""
     return [claim for entry in _read().get(page, []) for claim in _expand(page, entry)]
 
 
 def pages() -> list[str]:
-    """The tables and figures that have claims."""
+    """Return the tables and figures that have claims."""
     return list(_read())
 
 
 def with_stand_ins(chosen: Sequence[Claim], results: Results) -> list[Claim]:
-    """The claims, and for each that cannot be judged the same comparison on what stands in for its corpus."""
+    """Return the claims, and for each that cannot be judged also the same comparison on a stand-in corpus."""
     known = {(claim.metric, claim.recipes, claim.first, claim.second) for claim in chosen}
     found = list(chosen)
     for claim in chosen:
@@ -117,7 +117,7 @@ def with_stand_ins(chosen: Sequence[Claim], results: Results) -> list[Claim]:
 
 
 def judge(chosen: Sequence[Claim], results: Results) -> list[Verdict]:
-    """A verdict on every claim, in their order."""
+    """Return a verdict on every claim, in the same order."""
     verdicts: dict[Claim, Verdict] = {}
     families: dict[tuple[str, str, str], list[tuple[Claim, Contrast, Contrast | None]]] = {}
     untested: dict[tuple[str, str, str], int] = {}
@@ -150,7 +150,8 @@ def judge(chosen: Sequence[Claim], results: Results) -> list[Verdict]:
         pairs = contrast(_samples(claim, results, in_pairs=True), -margin) if _is_paired(claim, results) else None
         families.setdefault(family, []).append((claim, tested, pairs))
     for family, members in families.items():
-        # Those that cannot be tested yet count as well, or a verdict would fall when more runs come in.
+        # Comparisons that cannot be tested yet count in the adjustment, or a verdict could be lost when more runs
+        # arrive.
         rest = [1.0] * untested.get(family, 0)
         p_values = holm([tested.p for _, tested, _ in members] + rest)
         paired = holm([1.0 if pairs is None else pairs.p for _, _, pairs in members] + rest)
@@ -179,7 +180,7 @@ def _decide(claim: Claim, tested: Contrast, p: float, paired_p: float | None, re
 
 
 def show_p(p: float) -> str:
-    """Short: a p value of 3e-7 is below 0.001."""
+    """Format a p value; small ones as below 0.001."""
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
@@ -200,12 +201,12 @@ def _over_items(claim: Claim, results: Results) -> ItemInterval | None:
 
 
 def _pair(claim: Claim, recipe: str, results: Results) -> tuple[dict[int, float], dict[int, float]]:
-    """The values of both rows, by seed."""
+    """Return the values of both rows by seed."""
     return results.values(recipe, claim.first, claim.metric), results.values(recipe, claim.second, claim.metric)
 
 
 def _values(claim: Claim, recipe: str, results: Results) -> tuple[list[float], list[float]]:
-    """The values of both rows, more is better."""
+    """Return the values of both rows, with the sign for which more is better."""
     first, second = _pair(claim, recipe, results)
     return [_sign(claim) * value for value in first.values()], [_sign(claim) * value for value in second.values()]
 
@@ -218,8 +219,11 @@ def _is_paired(claim: Claim, results: Results) -> bool:
 
 
 def _samples(claim: Claim, results: Results, *, in_pairs: bool) -> list[tuple[float, list[float]]]:
-    """Weights and values; the weighted sum of means is positive where the first row is better. In pairs a sample is
-    what the differences of the seeds are: the same weighted sum, with the error that its differences have."""
+    """Return weighted samples whose weighted sum of means is positive if the first row is better.
+
+    In pairs, a sample consists of the differences between the rows for each seed. The weighted sum is the same, but its
+    error is that of the differences.
+    """
     weight = _sign(claim) / len(claim.recipes)
     found: list[tuple[float, list[float]]] = []
     for recipe in claim.recipes:
@@ -258,8 +262,10 @@ def _published(claim: Claim) -> float | None:
 
 
 def _compare_measurements(claim: Claim, results: Results) -> Verdict:
-    """Times and bytes come from one run that took turns between the rows, so there are no seeds: a time is another time
-    if they differ by more than three times their noise together, a number of bytes is exact."""
+    """Judge a claim about measurements, which have no seeds, because one benchmark run took turns between the rows.
+
+    Times differ if they are more than three times their joint noise apart; numbers of bytes are exact.
+    """
     recipe = claim.recipes[0]
     pair = [results.measurement(recipe, row) for row in (claim.first, claim.second)]
     seeds = (int(pair[0] is not None), int(pair[1] is not None))

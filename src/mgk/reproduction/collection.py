@@ -1,4 +1,4 @@
-"""What finished runs hold, brought to where results are read."""
+"""Collection of the results of finished runs into the folder from which pages are built."""
 
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ from mgk.training.tracking import METRICS
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A finished run, and what it left besides."""
+    """The files of a finished run."""
 
     content: Mapping[str, Any]
-    """Its result."""
+    """Result of the run."""
     curves: Path
     evaluations: Mapping[str, Path]
-    """By split."""
+    """Files of ``mgk evaluate`` by split."""
     analysis: Path
-    """The folder."""
+    """Folder of ``mgk analyze``."""
 
 
 def collect(runs: Path, results: Path) -> list[Path]:
-    """Copy the result, the evaluations, the curves and the analysis of every finished run; the files that were written.
+    """Copy result, evaluations, curves and analysis of every finished run, and return the written files.
 
-    A run is finished when it has a result. Each goes under the recipe that it agrees with today. What had been brought
-    there before is overwritten, but for an archive, which replaces no result of another run.
+    A run is finished when it has a result. It is filed under the recipe that it agrees with today. Earlier copies are
+    overwritten, except that an archive never replaces the result of another run.
 
     Args:
-        runs: a folder with runs in it, at any depth, another folder of results, or an archive of
-            ``mgk sweep --archive``.
-        results: where results are.
+        runs: a folder with runs at any depth, another folder of results, or an archive of ``mgk sweep --archive``.
+        results: folder of results.
     """
     if runs.is_file() and is_archive(runs):
         with opened(runs) as folder:
@@ -56,12 +55,12 @@ def collect(runs: Path, results: Path) -> list[Path]:
 
 
 def result_file(results: Path, content: Mapping[str, Any]) -> Path:
-    """Where a result is kept."""
+    """Path of a result in the folder of results."""
     return results / folder_of(content) / f"{content['row']}-seed-{content['seed']}.json"
 
 
 def write_result(results: Path, content: Mapping[str, Any]) -> Path:
-    """Put a result where those of many runs are, under the recipe that it agrees with."""
+    """Write a result into the folder of results, under the recipe that it agrees with."""
     path = result_file(results, content)
     result.write(path, _under(content, folder_of(content)))
     return path
@@ -83,7 +82,7 @@ def _bring(run: Finished, results: Path) -> Iterator[Path]:
     copies = {run.curves: results / CURVES / f"{name}.jsonl"}
     for split, path in run.evaluations.items():
         copies[path] = results / EVALUATIONS / f"{name}-{split}.json"
-    # Where `mgk analyze` puts it unless told otherwise.
+    # The default folder of `mgk analyze`.
     for path in sorted(run.analysis.glob("*")):
         if path.suffix in (".json", ".png") and not path.name.startswith("."):
             copies[path] = results / ANALYSIS / name / path.name
@@ -99,7 +98,7 @@ def _bring(run: Finished, results: Path) -> Iterator[Path]:
 
 
 def _in_run_folders(runs: Path) -> Iterator[Finished]:
-    """As training leaves them."""
+    """Yield the finished runs in folders of training runs."""
     for path in sorted(runs.rglob(result.RESULT)):
         yield _in_run_folder(path.parent)
 
@@ -115,7 +114,7 @@ def _in_run_folder(folder: Path) -> Finished:
 
 
 def _in_results(folder: Path) -> Iterator[Finished]:
-    """As they are kept, there under whatever recipe they named."""
+    """Yield the finished runs in another folder of results, filed there under the recipe that they named."""
     for path in run_files(folder):
         if re.search(r"-seed-\d+\.json$", path.name) is None:
             continue
@@ -130,18 +129,18 @@ def _in_results(folder: Path) -> Iterator[Finished]:
 
 
 def _under(content: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """A result, evaluation or analysis as it is kept there; one that stands apart keeps the name that it had."""
+    """Return a result, evaluation or analysis as it is filed under a folder. One of no recipe keeps its own name."""
     is_ours = "recipe" in content and folder in mgk.recipes.names()
     return refiled(content, folder) if is_ours else dict(content)
 
 
 def copy_run(folder: Path, results: Path) -> list[Path]:
-    """Bring what one finished run holds to the results; the files that were written."""
+    """Copy the files of one finished run to the results, and return the written files."""
     return list(_bring(_in_run_folder(folder), results))
 
 
 def files_of(folder: Path) -> dict[PurePosixPath, Path]:
-    """The files of a finished run that results are made of, by where they go below the folder of the results."""
+    """Return the files of a finished run to collect, by their paths below the folder of results."""
     found = result.read(folder / result.RESULT)
     recipe, row, seed = found["recipe"], found["row"], found["seed"]
     name = run_name(recipe, row, seed)
@@ -151,7 +150,7 @@ def files_of(folder: Path) -> dict[PurePosixPath, Path]:
     for evaluation in sorted(folder.glob("evaluation-*.json")):
         split = evaluation.stem.removeprefix("evaluation-")
         files[PurePosixPath(EVALUATIONS, f"{name}-{split}.json")] = evaluation
-    # Where `mgk analyze` puts it unless told otherwise.
+    # The default folder of `mgk analyze`.
     for analysis in sorted((folder / ANALYSIS).glob("*")):
         if analysis.suffix in (".json", ".png") and not analysis.name.startswith("."):
             files[PurePosixPath(ANALYSIS, name, analysis.name)] = analysis

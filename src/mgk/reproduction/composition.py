@@ -1,4 +1,4 @@
-"""Pictures of several rows under each other in one."""
+"""Composition of the pictures of several rows into one."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 
 DPI = 150
 SMALLEST = 6.0
-"""Inches that titles need."""
+"""Smallest width in inches, which the titles need."""
 
 
 def compose(pictures: Mapping[str, Path], path: Path, *, title: str) -> None:
-    """Put pictures under each other, with a title for each, none of their pixels made smaller.
+    """Stack pictures vertically with a title for each, without scaling them down.
 
     Args:
-        pictures: by the title that they get.
-        path: the PNG.
-        title: of the whole.
+        pictures: pictures by their titles.
+        path: PNG file to write.
+        title: title of the whole.
     """
     from matplotlib.figure import Figure
     from matplotlib.image import imread

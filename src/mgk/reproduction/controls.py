@@ -1,6 +1,6 @@
-"""Runs of published code on our data: what ``benchmarks/published_control.py`` put into ``results/controls/``.
+"""Runs of published code on our data, which ``benchmarks/published_control.py`` writes to ``results/controls/``.
 
-They are nobody's recipe, so they count for no table of the paper: the page ``fidelity`` shows them beside our runs.
+They belong to no recipe, so they count for no table of the paper. The page ``fidelity`` shows them next to our runs.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ class Control:
 
     file: str
     name: str
-    """Which code, task and attention."""
+    """Name of the code, task and attention."""
     heads: int
     dropout: float
     seed: int
     is_complete: bool
-    """Whether it made all the steps that it should have; otherwise it was stopped."""
+    """Whether it ran all its steps; otherwise it was stopped."""
     steps: int
-    """That of its last validation."""
+    """Step of its last validation."""
     accuracy: float | None
-    """On the test set, in [0, 1]; ``None`` where it was stopped before there was a model to test."""
+    """Test accuracy in [0, 1]; ``None`` if it was stopped before there was a model to test."""
     curve: Sequence[Mapping[str, Any]]
-    """Lines as in ``results/curves``."""
+    """Measurements, as in ``results/curves``."""
     corpus: str
-    """The fingerprint of its data."""
+    """Fingerprint of its data."""
 
 
 def read_controls(folder: Path) -> list[Control]:
-    """All of them in a folder of results, by heads, dropout and seed."""
+    """Read all controls in a folder of results, sorted by heads, dropout and seed."""
     found = [_read(path) for path in (folder / CONTROLS).glob("*.json")]
     return sorted(found, key=lambda each: (each.name, each.heads, each.dropout, each.seed, each.file))
 
@@ -66,11 +66,11 @@ def _read(path: Path) -> Control:
 
 
 def notes_about(controls: Sequence[Control], fingerprints: set[str]) -> list[str]:
-    """What of them is not as it should be.
+    """Return notes on controls that are incomplete or not comparable.
 
     Args:
-        controls: those that are shown.
-        fingerprints: of the data of our runs beside them.
+        controls: the controls that are shown.
+        fingerprints: fingerprints of the data of our runs next to them.
     """
     notes = [
         f"{each.file} was stopped at step {each.steps:,}: its accuracy does not count, and it counts among those that "
@@ -85,11 +85,11 @@ def notes_about(controls: Sequence[Control], fingerprints: set[str]) -> list[str
 
 
 def find_missing_controls(controls: Sequence[Control], wanted: Sequence[tuple[int, float]]) -> list[Missing]:
-    """Those of which there is no whole run, by heads and dropout."""
+    """Return the wanted pairs of heads and dropout that have no complete run."""
     present = {(each.heads, each.dropout) for each in controls if each.is_complete}
     absent = [each for each in wanted if each not in present]
     if not absent:
         return []
     listed = ", ".join(f"{heads} heads with dropout {dropout:g}" for heads, dropout in absent)
-    # No command: it needs a checkout of code that is not ours.
+    # There is no command, because it needs a checkout of code that is not ours.
     return [Missing(what=f"{SCRIPT}: {listed}", commands=())]

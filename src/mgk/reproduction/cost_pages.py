@@ -1,4 +1,4 @@
-"""The figures of the paper about cost: counted here and now, so they need no runs."""
+"""The paper's figures about cost, which are counted when the page is built and need no runs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mgk.analysis.cost_ratios import Cost, Ratio, language_model_ratios, retriev
 from mgk.reproduction.page import Grid, Page
 
 HEADS = (2, 4, 8, 12)
-"""Of the baselines on Long Range Arena."""
+"""Numbers of heads of the baselines on Long Range Arena."""
 PAIRS = 32
-"""Of a training iteration on Retrieval."""
+"""Pairs in a training iteration on Retrieval."""
 VARIANTS = ("mgk", "mgk-hard", "mgk-em", "smgk", "smgk-hard", "smgk-em")
 
 _BLIND = (
@@ -25,7 +25,7 @@ _TRAINING = "Training is three times forward: each product has two in the backwa
 
 
 def ratio_page(name: str, folder: Path) -> Page:
-    """Figures 3 and 10."""
+    """Build the page of figure 3 or 10."""
     mixture, baseline = {"F3": ("mgk", "softmax"), "F10": ("mlk", "linear")}[name]
     ratios = language_model_ratios(mixture, baseline)
     picture = folder / f"{name}.png"
@@ -76,7 +76,7 @@ def ratio_page(name: str, folder: Path) -> Page:
 
 
 def heads_page(name: str, folder: Path) -> Page:
-    """Figures 4 and 15."""
+    """Build the page of figure 4 or 15."""
     is_training = name == "F15"
     pairs = PAIRS if is_training else 1
     families = {"softmax": ("smgk", "mgk"), "linear": ("smlk", "mlk")}
@@ -115,7 +115,7 @@ def heads_page(name: str, folder: Path) -> Page:
 
 
 def variants_page(name: str, folder: Path) -> Page:
-    """Figures 8 and 16."""
+    """Build the page of figure 8 or 16."""
     is_training = name == "F16"
     pairs = PAIRS if is_training else 1
     costs = [retrieval_cost("softmax", 2, pairs=pairs), *(retrieval_cost(each, 1, pairs=pairs) for each in VARIANTS)]
@@ -222,7 +222,7 @@ def _ratio_statements(ratios: Sequence[Ratio]) -> list[tuple[str, bool, str]]:
 
 
 def _over_length(ratios: Sequence[Ratio], number: Callable[[Ratio], float]) -> tuple[bool, str]:
-    """Whether a ratio falls with the length at every width, and where it does how."""
+    """Return whether a ratio falls with the length at every width, and the numbers."""
     by_width: dict[int, list[float]] = {}
     for ratio in ratios:
         by_width.setdefault(ratio.width, []).append(number(ratio))
@@ -237,7 +237,8 @@ def _over_length(ratios: Sequence[Ratio], number: Callable[[Ratio], float]) -> t
 
 
 def _falls(values: Sequence[float]) -> bool:
-    # To a millionth: linear attention costs each token the same, so nothing changes with the length.
+    # With a tolerance of 1e-6: in linear attention every token costs the same, so its ratio does not depend on the
+    # length.
     return all(after < before - 1e-6 for before, after in itertools.pairwise(values))
 
 

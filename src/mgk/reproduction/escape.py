@@ -1,4 +1,4 @@
-"""When a run leaves a plateau: the first validation that is better than what the plateau gives."""
+"""The step at which a run leaves a plateau: its first validation above the accuracy of the plateau."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 
 def step_of_escape(curve: Sequence[Mapping[str, Any]], threshold: float) -> int | None:
-    """The step of the first validation whose accuracy lies above ``threshold``; ``None`` where there is none.
+    """Return the step of the first validation with an accuracy above ``threshold``; ``None`` if there is none.
 
-    On ListOps a model first predicts the majority class (17 to 19 %), then all at once what the root operator says
-    (about 37 %); a threshold of 0.3 lies between the two. A run that never leaves the plateau is censored at its last
-    step, not an escape at that step, so it has no number here.
+    On ListOps a model first predicts the majority class (17 to 19 %), and then suddenly learns the root operator (about
+    37 %); a threshold of 0.3 separates the two. A run that never leaves the plateau is censored at its last step. That
+    is not an escape at that step, so the result is ``None``.
 
     Args:
-        curve: the lines of ``results/curves/NAME.jsonl``, in any order; those that are no validation are passed over.
-        threshold: an accuracy between 0 and 1. A validation that reaches it exactly has not escaped.
+        curve: lines of ``results/curves/NAME.jsonl`` in any order; other lines than validations are ignored.
+        threshold: an accuracy between 0 and 1. A validation exactly at the threshold has not escaped.
     """
     if not 0.0 <= threshold < 1.0:
         raise ValueError(f"threshold must be an accuracy in [0, 1), got {threshold}")

@@ -1,4 +1,4 @@
-"""How our training differs from the published code, and what each difference does: the page ``fidelity``."""
+"""The page ``fidelity``: the differences between our training and the published code, and the effect of each."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ CURVE = metric("mean_valid_accuracy")
 
 
 def variants() -> list[str]:
-    """The recipes that differ from another one in a single point."""
+    """Return the recipes that differ from another one in a single point."""
     return [variant for comparison in fidelity()["comparisons"] for variant in comparison["variants"]]
 
 
 def fidelity_page(results: Results, seeds: int) -> Page:
-    """The page.
+    """Build the page.
 
     Args:
-        results: what we have.
-        seeds: how many each row should have.
+        results: our results.
+        seeds: number of seeds that each row should have.
     """
     content = fidelity()
     controls = published_code.runs(results)
@@ -97,7 +97,7 @@ def _differences(listed: Sequence[Mapping[str, Any]]) -> Grid:
 
 
 def _rows(recipe: str, comparison: Mapping[str, Any]) -> Sequence[str]:
-    """The rows of a variant; of the recipe itself those that any variant has."""
+    """Return the rows of a variant; for the recipe itself, the rows that any variant has."""
     own = mgk.recipes.load(recipe).rows
     if recipe != comparison["recipe"] or not comparison["variants"]:
         return own
@@ -106,7 +106,7 @@ def _rows(recipe: str, comparison: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _comparison(comparison: Mapping[str, Any], rows: Mapping[str, Sequence[str]], results: Results) -> Grid:
-    """A line for each recipe and row that has a run; a recipe without any has one line."""
+    """Return a table with a line for each recipe and row with runs, and one line for a recipe without runs."""
     lines: list[tuple[str, ...]] = []
     threshold = comparison.get("plateau")
     for recipe, own in rows.items():
@@ -129,7 +129,7 @@ def _comparison(comparison: Mapping[str, Any], rows: Mapping[str, Sequence[str]]
 
 
 def _effect(results: Results, variant: str, recipe: str, row: str) -> str:
-    """The difference of the means, with its standard error where both have two seeds at least."""
+    """Format the difference of the means, with its standard error if both have at least two seeds."""
     ours, other = (list(results.values(name, row, ACCURACY).values()) for name in (recipe, variant))
     if not ours or not other:
         return ""

@@ -1,7 +1,7 @@
-"""Under which recipe a result belongs: its own, another one that it agrees with, or none.
+"""Filing of results: the recipe that a result belongs to is its own, another one that it agrees with, or none.
 
-A recipe may change after its runs were made. What was made before is then no result of the recipe of today, and must
-neither count as one nor be lost: it belongs under the bundled recipe which says what was run.
+A recipe may change after its runs. Earlier results are then no results of today's recipe. They must neither count as
+such nor be lost, so they are filed under the recipe of the library that describes what was run.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from mgk.training.configuration import RunConfig
 from mgk.training.resolved_model import model_of_record
 
 OTHER = "other"
-"""The folder of results that belong to none of our recipes, though they name one."""
+"""Folder of results that name a recipe of the library but agree with none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Filing:
-    """Where a result belongs."""
+    """The recipe of a result, and its differences from the recipe that it names."""
 
     recipe: str | None
-    """The bundled recipe that it agrees with; ``None``: there is none."""
+    """Recipe of the library that it agrees with; ``None`` if there is none."""
     differences: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
-    """In what it differs from the recipe that it names: by key, what was run and what that recipe has today."""
+    """Differences from the recipe that it names, by key: the value of the run and today's value of the recipe."""
 
     @property
     def reason(self) -> str:
-        """The differences in words."""
+        """Describe the differences in words."""
         return ", ".join(
             f"{key} ({ran!r} where the recipe has {now!r})" for key, (ran, now) in self.differences.items()
         )
 
 
 def file_result(content: Mapping[str, Any]) -> Filing:
-    """Find the recipe of a result, an evaluation or anything else that has recipe, row, seed and config.
+    """Find the recipe of a result, an evaluation or another record with recipe, row, seed and config.
 
     The recipe that it names comes first. Another one must have its row, so that one run never belongs to two; and what
     a recipe has from the one that it extends belongs to that one.
@@ -58,9 +58,10 @@ def file_result(content: Mapping[str, Any]) -> Filing:
 
 
 def folder_of(content: Mapping[str, Any]) -> str:
-    """The folder below ``results/`` in which a result is kept, which is the recipe that it belongs to.
+    """Return the folder of a result below ``results/``, which is the name of its recipe.
 
-    One that belongs to no recipe of the library's, though it names one, is kept apart: there it overwrites nothing.
+    A result that names a recipe of the library but agrees with none is kept in a separate folder, where it overwrites
+    nothing.
     """
     filed = file_result(content)
     if filed.recipe is None and content["recipe"] in mgk.recipes.names():
@@ -69,13 +70,13 @@ def folder_of(content: Mapping[str, Any]) -> str:
 
 
 def refiled(content: Mapping[str, Any], recipe: str) -> dict[str, Any]:
-    """The same result, evaluation or analysis under the recipe it belongs to, with its model in full.
+    """Return a result, evaluation or analysis under the recipe that it belongs to, with its full model.
 
-    What it was called when it ran stays in ``ran_as``.
+    Its original recipe and row are kept in ``ran_as``.
     """
     found = dict(content)
     if "config" in content:
-        # Kept with it from now on, whatever the architectures become.
+        # Stored from now on, so that later changes of the architectures do not matter.
         found |= {"model": model_of_record(content), "packed": was_packed(content)}
         found["config"] = {**content["config"], "name": recipe}
     if content["recipe"] != recipe:
@@ -99,6 +100,6 @@ def _config(name: str, row: str, seed: int) -> RunConfig:
 
 @functools.cache
 def _relatives(name: str) -> tuple[str, ...]:
-    """The other recipes on the same corpus."""
+    """Return the other recipes on the same corpus."""
     corpora = {each: _recipe(each).values["data"]["corpus"] for each in mgk.recipes.names()}
     return tuple(each for each, corpus in corpora.items() if each != name and corpus == corpora[name])

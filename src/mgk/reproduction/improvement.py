@@ -1,8 +1,8 @@
-"""How probable it is that a run of one row is better than a run of another.
+"""The probability that a run of one row is better than a run of another.
 
-As in Agarwal et al., Deep Reinforcement Learning at the Edge of the Statistical Precipice (2021): the share of all
-pairs of runs, one of each row, in which the first is better, a tie as half of one; over several tasks their mean. It
-says something that a difference of means does not: one run that failed moves a mean far, and this number by its share.
+As in Agarwal et al., Deep Reinforcement Learning at the Edge of the Statistical Precipice (2021), it is the share of
+all pairs of runs, one of each row, in which the first is better; a tie counts as half, and several tasks are averaged.
+It is robust where a difference of means is not: a failed run moves a mean far, but this number only by its share.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mgk.reproduction.statistics import mean, t_quantile
 
 @dataclass(frozen=True, kw_only=True)
 class Improvement:
-    """The probability that the first is better, and its confidence interval."""
+    """The probability that the first row is better, and its confidence interval."""
 
     probability: float
     low: float
@@ -24,16 +24,15 @@ class Improvement:
 
 
 def improvement(tasks: Sequence[tuple[Sequence[float], Sequence[float]]], level: float = 0.95) -> Improvement:
-    """The probability that a run of the first row is above a run of the second.
+    """Compute the probability that a run of the first row is above a run of the second.
 
-    The interval is Newcombe's score interval (Statistics in Medicine 25, 2006, his method 5). The bootstrap of the
-    paper named above shrinks to a point where all runs of one row are above those of the other, which happens by
-    chance once in 126 times with five runs of each. Over tasks the distances from the estimates to the limits are added
-    as squares.
+    The interval is Newcombe's score interval (Statistics in Medicine 25, 2006, method 5). The bootstrap of the paper
+    above degenerates to a point if all runs of one row are above those of the other, which with five runs each happens
+    by chance once in 126 times. Over tasks the squared distances from the estimates to the limits are added.
 
     Args:
-        tasks: the values of the first row and of the second, for each task.
-        level: of the interval.
+        tasks: values of the first and the second row for each task.
+        level: level of the interval.
     """
     if not tasks or not all(first and second for first, second in tasks):
         raise ValueError("a probability of improvement needs values of both rows in every task, got none of one")
@@ -57,7 +56,7 @@ def _share(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def _score_interval(share: float, first: int, second: int, level: float) -> tuple[float, float]:
-    """The probabilities from which the share that was found is no further than chance would take it."""
+    """Return the range of probabilities that are consistent with the observed share at this level."""
     quantile = t_quantile((1 + level) / 2, math.inf)
     degrees = (first + second) / 2 - 1
 

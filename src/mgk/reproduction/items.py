@@ -1,8 +1,8 @@
-"""What other test items would have changed: intervals of an accuracy and of a difference, over items and seeds.
+"""Intervals of an accuracy and of a difference of accuracies over test items and seeds.
 
-A result that says which items were right is resampled: items with replacement, the same items for every run of a
-recipe, so that two rows are compared item by item; and seeds with replacement, the same seeds for both rows where they
-have the same. A result without such a record has the interval of a binomial share, over its items alone.
+Results that record which items were right are resampled with replacement: items, the same for every run of a recipe, so
+that two rows are compared item by item; and seeds, the same for both rows if they have the same seeds. A result without
+such a record has the interval of a binomial share, over its items alone.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ RESAMPLED, BINOMIAL = "seeds and items", "items, binomial"
 
 @dataclass(frozen=True, kw_only=True)
 class ItemInterval:
-    """An interval that other test items, and other seeds, would have moved within."""
+    """A confidence interval over resampled test items and seeds."""
 
     low: float
     high: float
-    """In percent."""
+    """Upper limit in percent."""
     over: str
-    """:data:`RESAMPLED`, or :data:`BINOMIAL` where some result has no record of items."""
+    """:data:`RESAMPLED`, or :data:`BINOMIAL` if some result has no record of items."""
 
 
 def accuracy_interval(results: Results, recipe: str, row: str) -> ItemInterval | None:
-    """Of the mean accuracy of a row; ``None`` where it has none, or nobody knows of how many items."""
+    """Interval of the mean accuracy of a row; ``None`` without an accuracy or if the number of items is unknown."""
     draws = _draws(results, recipe, row)
     if draws is not None:
         weights = _seed_weights(len(draws), 0)
@@ -50,20 +50,20 @@ def accuracy_interval(results: Results, recipe: str, row: str) -> ItemInterval |
 
 
 def difference_interval(results: Results, recipes: Sequence[str], first: str, second: str) -> ItemInterval | None:
-    """Of the difference between the mean accuracies of two rows, over several recipes of their mean difference.
+    """Interval of the difference between the mean accuracies of two rows, averaged over recipes.
 
     Args:
-        results: what we have.
-        recipes: of which the mean is taken.
-        first: the row whose accuracy counts.
-        second: the row whose accuracy is taken off.
+        results: our results.
+        recipes: recipes to average over.
+        first: row whose accuracy is the minuend.
+        second: row whose accuracy is the subtrahend.
     """
     resampled = [(_draws(results, recipe, first), _draws(results, recipe, second)) for recipe in recipes]
     total = np.zeros(DRAWS)
     for number, (recipe, (ours, theirs)) in enumerate(zip(recipes, resampled, strict=True)):
         if ours is None or theirs is None:
             return _binomial_difference(results, recipes, first, second)
-        # Seeds of two tasks have nothing to do with each other: each task draws its own.
+        # Seeds of different tasks are unrelated, so each task draws its own.
         are_pairs = _seeds(results, recipe, first) == _seeds(results, recipe, second)
         own = _seed_weights(len(ours), 2 * number)
         other = own if are_pairs else _seed_weights(len(theirs), 2 * number + 1)
@@ -72,7 +72,7 @@ def difference_interval(results: Results, recipes: Sequence[str], first: str, se
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:
-    """Wilson's score interval of a binomial share."""
+    """Compute Wilson's score interval of a binomial share."""
     if count <= 0 or not 0 <= share <= 1:
         raise ValueError(f"a share must lie in [0, 1] and be of at least one item, got {share} of {count}")
     square = t_quantile((1 + LEVEL) / 2, math.inf) ** 2
@@ -82,15 +82,15 @@ def wilson(share: float, count: float) -> tuple[float, float]:
 
 
 def resample(right: NDArray[np.bool_], draws: int = DRAWS, seed: int = 0) -> NDArray[np.float64]:
-    """Accuracies of runs on other items, ``[runs, draws]``: items are drawn with replacement, the same for all runs.
+    """Compute the accuracies of runs on items drawn with replacement, the same for all runs, ``[runs, draws]``.
 
     Args:
-        right: ``[runs, items]``.
-        draws: how often.
-        seed: of the draws.
+        right: ``[runs, items]``, which items were right.
+        draws: number of draws.
+        seed: seed of the draws.
     """
     count = right.shape[1]
-    # The generator whose numbers numpy promises never to change: pages must come out the same everywhere.
+    # numpy guarantees that the numbers of this generator never change, so pages are the same everywhere.
     random = np.random.RandomState(seed)
     answers = right.T.astype(np.float32)
     found = np.empty((len(right), draws))
@@ -101,7 +101,7 @@ def resample(right: NDArray[np.bool_], draws: int = DRAWS, seed: int = 0) -> NDA
 
 
 def _draws(results: Results, recipe: str, row: str) -> NDArray[np.float64] | None:
-    """Accuracies in percent on items drawn anew, ``[seeds, draws]``; ``None`` where a seed has no record of items."""
+    """Accuracies in percent on resampled items, ``[seeds, draws]``; ``None`` if a seed has no record of items."""
     seeds = _seeds(results, recipe, row)
     known = _resampled(results, recipe)
     if not seeds or any((recipe, row, seed) not in known for seed in seeds):
@@ -110,16 +110,16 @@ def _draws(results: Results, recipe: str, row: str) -> NDArray[np.float64] | Non
 
 
 def _resampled(results: Results, recipe: str) -> Mapping[Key, NDArray[np.float64]]:
-    """All runs of a recipe that have a record of the same items."""
+    """Resampled accuracies of all runs of a recipe that have a record of the same items."""
     if recipe not in results.resampled:
         records = {key: right for key, right in results.right.items() if key[0] == recipe}
         kept: dict[Key, NDArray[np.float64]] = {}
-        # Runs on another corpus share no items with the others. Which corpus most of them had is that of the recipe.
+        # Runs on another corpus have other items. The corpus of most runs is taken to be that of the recipe.
         sizes = [(results.corpus(key), len(right)) for key, right in records.items()]
         if sizes:
             usual = max(dict.fromkeys(sizes), key=sizes.count)
             keys = [key for key, size in zip(records, sizes, strict=True) if size == usual]
-            # Corpora of the same size share no items either, so each recipe has draws of its own.
+            # Corpora of the same size have different items, so each recipe has its own draws.
             found = 100 * resample(np.stack([records[key] for key in keys]), seed=zlib.crc32(recipe.encode()))
             kept = dict(zip(keys, found, strict=True))
         results.resampled[recipe] = kept
@@ -131,7 +131,7 @@ def _seeds(results: Results, recipe: str, row: str) -> list[int]:
 
 
 def _seed_weights(seeds: int, stream: int) -> NDArray[np.float64]:
-    """How much each seed counts in each draw, ``[seeds, draws]``."""
+    """Weight of each seed in each draw, ``[seeds, draws]``."""
     random = np.random.RandomState(1 + stream)
     return random.multinomial(seeds, [1 / seeds] * seeds, DRAWS).T / seeds
 
@@ -142,7 +142,7 @@ def _percentiles(draws: NDArray[np.float64]) -> ItemInterval:
 
 
 def _binomial(results: Results, recipe: str, row: str) -> tuple[float, float] | None:
-    """The mean share of right answers, and of how many items. Seeds read the same items, so they do not add any."""
+    """Return the mean share of right answers and the number of items, which further seeds do not increase."""
     values = results.values(recipe, row, ACCURACY)
     counts = [results.test_items((recipe, row, seed)) for seed in values]
     known = [count for count in counts if count is not None]
@@ -152,8 +152,10 @@ def _binomial(results: Results, recipe: str, row: str) -> tuple[float, float] | 
 
 
 def _binomial_difference(results: Results, recipes: Sequence[str], first: str, second: str) -> ItemInterval | None:
-    """Newcombe's interval, which adds the distances to the limits of both shares as squares, as if the rows had read
-    different items. Since they read the same, it is wider than it need be."""
+    """Newcombe's interval, which adds the squared distances to the limits of both shares.
+
+    It assumes that the rows have read different items. They have read the same, so it is wider than necessary.
+    """
     centre = below = above = 0.0
     for recipe in recipes:
         pair = (_binomial(results, recipe, first), _binomial(results, recipe, second))

@@ -1,4 +1,4 @@
-"""Learning curves of several rows in one picture, mean and standard error over seeds."""
+"""Figures with learning curves of several rows, as mean and standard error over seeds."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SMOOTHED = 10
-"""Training losses are means of so many measurements."""
+"""Number of measurements over which training losses are averaged."""
 
 Lines = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """What one panel shows."""
+    """The content of a panel."""
 
     title: str
     label: str
-    """Of its vertical axis."""
+    """Label of the vertical axis."""
     kind: str
     """``train`` or ``valid``."""
     key: str
-    """Of the measurement."""
+    """Key of the measurement."""
     scale: float = 1.0
     is_exponential: bool = False
-    """Whether the exponential is shown: the perplexity of a loss."""
+    """Whether to show the exponential, which is the perplexity of a loss."""
     log: bool = False
     """Whether both axes are logarithmic."""
     zoom: bool = False
-    """Whether it shows the second half of training only."""
+    """Whether to show only the second half of training."""
 
 
 def points(runs: Mapping[int, Lines], panel: Panel) -> tuple[list[int], list[float], list[float]]:
-    """Steps, means and standard errors over seeds (0 where there is one), at the steps that every seed has."""
+    """Return steps, means and standard errors over seeds (0 for a single seed), at the steps that every seed has."""
     by_seed = []
     for lines in runs.values():
         own = {
@@ -63,13 +63,11 @@ def points(runs: Mapping[int, Lines], panel: Panel) -> tuple[list[int], list[flo
 def draw(
     panels: Sequence[tuple[Panel, Mapping[str, Mapping[int, Lines]]]], path: Path, *, title: str, columns: int
 ) -> int:
-    """Draw the panels; how many curves there are.
+    """Draw the panels, and return the number of curves.
 
-    Args:
-        panels: each with its runs, by row and seed. The first row is the baseline; rows without runs keep their colour.
-        path: the PNG; not written where there is no curve.
-        title: of the figure.
-        columns: panels beside each other.
+    Args: panels: panels with their runs by row and seed. The first row is the baseline; rows without runs keep their
+        colour. path: PNG file to write, unless there is no curve. title: title of the figure. columns: number of panels
+        side by side.
     """
     found = [(panel, {row: points(runs, panel) for row, runs in rows.items()}) for panel, rows in panels]
     count = sum(bool(steps) for _, rows in found for steps, _, _ in rows.values())
@@ -92,7 +90,7 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Mapping[str, tuple[list[int], li
         if not steps:
             continue
         if panel.zoom:
-            # Nothing is left of a run that ended in the first half.
+            # A run that ended in the first half has no points left.
             first = bisect.bisect_left(steps, last / 2)
             steps, means, errors = steps[first:], means[first:], errors[first:]
         axes.plot(
@@ -117,7 +115,7 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Mapping[str, tuple[list[int], li
 
 
 def _plain_ticks(axes: Axes) -> None:
-    """Numbers as people write them, also between the powers of ten that a logarithmic axis marks."""
+    """Label a logarithmic axis with plain numbers, also between powers of ten."""
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, NullLocator
 
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6))

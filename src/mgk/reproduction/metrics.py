@@ -1,4 +1,4 @@
-"""The numbers that tables and claims are about: where each stands in the results, its unit, and which way is better."""
+"""The metrics of tables and claims: their place in the results, unit, and the direction that is better."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ Source = Literal["run", "evaluation", "analysis", "benchmark", "curve"]
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One number of a run."""
+    """A metric of a run."""
 
     name: str
-    """What ``paper.yaml`` and ``claims.yaml`` call it."""
+    """Name in ``paper.yaml`` and ``claims.yaml``."""
     title: str
-    """For the head of a column."""
+    """Heading of its column."""
     source: Source
-    """Which file holds it: the result of a run, ``mgk evaluate``, ``mgk analyze``, ``mgk bench``, or the curves."""
+    """File that holds it: the result of a run, of ``mgk evaluate``, ``mgk analyze`` or ``mgk bench``, or the curves."""
     higher_is_better: bool | None
-    """``None``: neither."""
+    """Whether higher values are better; ``None`` if neither is."""
     key: str = ""
-    """Its name in that file."""
+    """Name in that file."""
     split: str = "test"
-    """The part of the corpus it was measured on."""
+    """Split of the corpus on which it is measured."""
     scale: float = 1.0
-    """Ours times this is the paper's unit."""
+    """Factor that converts our unit to the paper's."""
     decimals: int = 2
-    """Digits that are shown."""
+    """Number of decimals to show."""
     margin: float = 0.0
-    """What the claim "comparable" allows to be lost, in the paper's unit. Ours: the paper states none."""
+    """Loss that the claim "comparable" allows, in the paper's unit. The choice is ours, since the paper states none."""
     slides: bool = False
-    """Whether it is of a window that slides, by :func:`slide_of` its corpus."""
+    """Whether it is measured with a sliding window, whose step is :func:`slide_of` the corpus."""
     layer: int | None = None
-    """Counted from 1."""
+    """Number of the layer or component, counted from 1."""
     component: int | None = None
-    """Counted from 1."""
+    """Number of the layer or component, counted from 1."""
 
 
 SLIDES = {"enwik8": 64}
-"""By how many tokens the window slides where one at a time takes too long: 5 million bytes of a window of 512 are read
-eight times so, and each byte sees 448 before it at least."""
+"""Steps of the sliding window in tokens, where a step of one takes too long. With a window of 512 the 5 million bytes
+are read eight times, and each byte sees at least 448 before it."""
 
 
 def slide_of(corpus: str) -> int:
-    """By how many tokens the window of an evaluation slides: by one, as the paper's does, but for :data:`SLIDES`."""
+    """Return the step of the sliding window in tokens: one, as in the paper, except for :data:`SLIDES`."""
     return SLIDES.get(corpus, 1)
 
 
-# What the paper calls comparable loses up to 0.38 of perplexity (Table 3) and 0.35 of BLEU (Table 4).
+# The paper calls losses of up to 0.38 in perplexity (Table 3) and 0.35 in BLEU (Table 4) comparable.
 _FIXED = (
     Metric(
         name="test_accuracy", title="test accuracy, %", source="run", key="accuracy", higher_is_better=True,
@@ -110,7 +110,7 @@ METRICS = {metric.name: metric for metric in _FIXED}
 
 
 def metric(name: str) -> Metric:
-    """A metric by its name; those of a layer (``rank_layer_2``, ``prior_1_layer_2``) are made as they are asked for."""
+    """Return a metric by its name, including those of a layer, such as ``rank_layer_2`` and ``prior_1_layer_2``."""
     if name in METRICS:
         return METRICS[name]
     if match := re.fullmatch(r"query_nll_layer_([1-9]\d*)", name):

@@ -1,4 +1,4 @@
-"""What is not in the results yet, and the commands that make it."""
+"""The results that are missing, and the commands that produce them."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from mgk.reproduction.results import ANALYSIS, Results, run_name
 
 RUNS = "runs"
 MEASURED = ("smgk", "mgk", "smlk", "mlk")
-"""The mixtures of Table 7; their baselines are measured with them."""
+"""Mixtures of Table 7, with which their baselines are measured."""
 SAMPLES = 32
-"""Sequences that an analysis reads: with 4 heads 128 attention matrices of each layer."""
+"""Number of sequences in an analysis, which with 4 heads gives 128 attention matrices per layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Something that a page shows of a row: a number of so many seeds, or a picture."""
+    """Something that a page needs of a row: a metric for a number of seeds, or a picture."""
 
     recipe: str
     row: str
     metric: Metric | None = None
-    """The number; ``None``: a picture."""
+    """The metric; ``None`` for a picture."""
     picture: str = ""
-    """The file that ``mgk analyze`` draws."""
+    """File that ``mgk analyze`` draws."""
     seeds: int = 1
-    """How many there should be: those of 0, 1, ..., or as many others."""
+    """Number of seeds: 0, 1, ..., or as many others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Missing:
-    """Something that is not there."""
+    """A missing result."""
 
     what: str
-    """In words: which rows and seeds of which recipe."""
+    """Description: rows and seeds of a recipe."""
     commands: tuple[str, ...]
-    """What makes it, in this order."""
+    """Commands that produce it, in order."""
 
 
 def find_missing(results: Results, needs: Sequence[Need], page: str) -> list[Missing]:
-    """What is not there yet of what a page needs.
+    """Return the results that a page needs and that are missing.
 
     Args:
-        results: what is there.
-        needs: what the page shows.
+        results: our results.
+        needs: what the page needs.
         page: the table or figure, or ``all``.
     """
     untrained: dict[str, dict[str, set[int]]] = {}
@@ -90,14 +90,14 @@ def _absent_seeds(results: Results, need: Need) -> set[int]:
     if need.metric is None:
         if results.picture(need.recipe, need.row, need.picture) is not None:
             return set()
-        # Of a run that is there, if there is one.
+        # A picture needs only one run: an existing one, if there is any.
         return {min(results.trained(need.recipe, need.row), default=0)}
     found = results.values(need.recipe, need.row, need.metric)
     return set(sorted(set(range(need.seeds)) - found.keys())[: max(0, need.seeds - len(found))])
 
 
 def seed_range(seeds: Sequence[int]) -> str:
-    """As ``mgk sweep --seeds`` takes them: ``0-4`` or ``0,3``."""
+    """Format seeds for ``mgk sweep --seeds``: ``0-4`` or ``0,3``."""
     parts = []
     for _, group in itertools.groupby(enumerate(sorted(seeds)), key=lambda pair: pair[1] - pair[0]):
         run = [seed for _, seed in group]
@@ -106,7 +106,7 @@ def seed_range(seeds: Sequence[int]) -> str:
 
 
 def _training(results: Results, recipe: str, rows: dict[str, set[int]]) -> list[Missing]:
-    """Rows that lack the same seeds are one sweep."""
+    """Return the missing training runs. Rows that lack the same seeds share one sweep."""
     together: dict[tuple[int, ...], list[str]] = {}
     for row, absent in rows.items():
         together.setdefault(tuple(sorted(absent)), []).append(row)
@@ -126,7 +126,7 @@ def _training(results: Results, recipe: str, rows: dict[str, set[int]]) -> list[
 
 
 def _afterwards(results: Results, recipe: str, row: str, seeds: Sequence[int], what: set[str]) -> Missing:
-    """What is measured on finished runs."""
+    """Return what has to be measured on finished runs."""
     folder = f"{RUNS}/{recipe}/{row}/seed-"
     commands = [
         _for_each(seeds, f"mgk evaluate {folder}", f" --split {split}") for split in sorted(what - {"analysis"})
@@ -141,13 +141,13 @@ def _afterwards(results: Results, recipe: str, row: str, seeds: Sequence[int], w
 
 
 def _for_each(seeds: Sequence[int], *parts: str) -> str:
-    """A command for each seed, as one line of shell; the seed stands between its parts."""
+    """Return a line of shell that runs a command for each seed, which is inserted between its parts."""
     if len(seeds) == 1:
         return str(seeds[0]).join(parts)
     return f"for seed in {' '.join(map(str, seeds))}; do {'$seed'.join(parts)}; done"
 
 
 def _measuring(recipe: str, rows: Sequence[str]) -> Missing:
-    # A result is written whole, so those that are there are measured again.
+    # The result file is written as a whole, so rows that are already there are measured again.
     presets = " ".join(f"--preset {name}" for name in MEASURED)
     return Missing(what=f"{recipe}: time and memory of {', '.join(rows)}", commands=(f"mgk bench retrieval {presets}",))

@@ -1,6 +1,6 @@
-"""What is read of the JSON that ``mgk analyze`` writes. Fields that are not named here are left alone.
+"""Reading the JSON that ``mgk analyze`` writes. Fields that are not named here are ignored.
 
-Each of these is a list with one entry for each layer, or ``null`` where the model has no such thing::
+Each of these is a list with one entry for each layer, or ``null`` if it does not apply to the model::
 
     rank       rank       [samples][heads]           singular values above 1e-6
     density    mixture    [heads]                    NLL of the queries in nats, without the Gaussian's constant
@@ -17,11 +17,11 @@ from typing import Any
 from mgk.reproduction.metrics import Metric
 
 FIELDS = {"rank": ("rank", 2), "density": ("mixture", 1), "mixture": ("prior", 2)}
-"""By section: the field that is read, and how many lists are nested in it."""
+"""The field that is read of each section, and the depth of its nested lists."""
 
 
 def check(content: Mapping[str, Any], path: Path) -> None:
-    """Refuse an analysis whose sections are not what they should be; one that has none of a section is fine."""
+    """Check the sections of an analysis. A section may be absent, but not malformed."""
     for section, (name, depth) in FIELDS.items():
         layers = content.get(section)
         if layers is None:
@@ -37,8 +37,7 @@ def check(content: Mapping[str, Any], path: Path) -> None:
 
 
 def value(content: Mapping[str, Any], metric: Metric) -> float | None:
-    """One number of one layer: the mean over heads, and over samples where there are several; ``None`` where there is
-    none, or one that is not finite."""
+    """Return a metric of one layer, averaged over heads and samples; ``None`` if it is absent or not finite."""
     assert metric.layer is not None
     if metric.key == "rank":
         return _mean(ranks(content, metric.layer))
@@ -51,7 +50,7 @@ def value(content: Mapping[str, Any], metric: Metric) -> float | None:
 
 
 def ranks(content: Mapping[str, Any], layer: int) -> list[float]:
-    """The rank of every attention matrix of a layer, which is counted from 1."""
+    """Return the rank of every attention matrix of a layer, counted from 1."""
     return [rank for sample in _layer(content, "rank", layer) for rank in sample if rank is not None]
 
 

@@ -1,4 +1,4 @@
-"""Every table and figure by name, and the page that lists them."""
+"""All pages by name, and the index of pages."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ INDEX = "README.md"
 
 
 def names() -> list[str]:
-    """Tables, then figures, as the paper numbers them, then experiments of ours."""
+    """Return the names of all pages: tables, then figures, as in the paper, then our own experiments."""
     figures = sorted({**cost_pages.PAGES, **trained_pages.PAGES}, key=lambda name: int(name[1:]))
     return [*table_names(), *figures, *OURS, equal_cache.NAME, plateau.NAME, shift.NAME, fidelity.NAME]
 
 
 def parse_names(given: Sequence[str]) -> list[str]:
-    """The pages that somebody asked for; ``all`` is every one."""
+    """Parse the names of pages; ``all`` is every page."""
     known = {name.lower(): name for name in names()}
     wanted: list[str] = []
     for name in given:
@@ -35,13 +35,13 @@ def parse_names(given: Sequence[str]) -> list[str]:
 
 
 def build(name: str, results: Results, folder: Path, seeds: int = SEEDS) -> Page:
-    """One page; its pictures are drawn into ``folder``.
+    """Build one page, and draw its pictures into ``folder``.
 
     Args:
         name: one of :func:`names`.
-        results: what we have.
-        folder: of the pages.
-        seeds: how many each row should have.
+        results: our results.
+        folder: folder of the pages.
+        seeds: number of seeds that each row should have.
     """
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
@@ -61,7 +61,7 @@ def build(name: str, results: Results, folder: Path, seeds: int = SEEDS) -> Page
 
 
 def write(page: Page, folder: Path) -> Path:
-    """Write the Markdown of a page; a picture that is out of date does not stay beside it."""
+    """Write the Markdown of a page, and remove pictures that are out of date."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob(f"{page.name}[.-]*png"):
         if old not in page.pictures:
@@ -72,7 +72,7 @@ def write(page: Page, folder: Path) -> Path:
 
 
 def write_index(pages: Sequence[Page], results: Results, folder: Path) -> Path:
-    """Write the page that lists all others."""
+    """Write the index of pages."""
     lines = tuple((f"[{page.name}]({page.name}.md)", page.title, page.state, page.tally) for page in pages)
     parts = [
         header(ALL),

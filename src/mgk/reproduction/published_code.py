@@ -1,7 +1,7 @@
-"""The published code on our data beside our own runs: does our training do what theirs does?
+"""Comparison of the published code on our data with our own runs, to tell whether our training does the same.
 
-Accuracies after all steps hardly tell, since most runs end where the outermost operator alone brings them. When a run
-leaves the plateau does.
+Final accuracies hardly tell, because most runs end at the accuracy that the outermost operator alone gives. The step at
+which a run leaves the plateau does.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ LEVEL = 0.05
 
 @functools.cache
 def fidelity() -> dict[str, Any]:
-    """``fidelity.yaml``: what is the same, what differs, which recipes are compared, and with which published code."""
+    """Read ``fidelity.yaml``: what agrees, what differs, which recipes are compared, and with which published code."""
     return read_yaml(FOLDER / "fidelity.yaml")
 
 
 class Setting(NamedTuple):
-    """What a run of the published code and runs of ours have in common."""
+    """The setting that a run of the published code and our runs share."""
 
     heads: int
     dropout: float
@@ -42,7 +42,7 @@ class Setting(NamedTuple):
 
 
 def settings() -> list[Setting]:
-    """All that there should be."""
+    """Return all settings that are to be compared."""
     control = fidelity()["control"]
     return [
         Setting(heads, float(each["dropout"]), each["recipe"], f"{control['row']}-{heads}")
@@ -52,18 +52,18 @@ def settings() -> list[Setting]:
 
 
 def runs(results: Results) -> list[Control]:
-    """Those of the published code."""
+    """Return the runs of the published code."""
     return [each for each in read_controls(results.folder) if each.name == fidelity()["control"]["name"]]
 
 
 def grid(controls: Sequence[Control], results: Results) -> Grid:
-    """Two lines for each setting: the published code, and ours."""
+    """Return a table with two lines for each setting: the published code, and ours."""
     threshold = fidelity()["control"]["plateau"]
     lines: list[tuple[str, ...]] = []
     for setting in settings():
         own = _of(setting, controls)
         tested = [ACCURACY.scale * each.accuracy for each in own if each.is_complete and each.accuracy is not None]
-        # One that was stopped on the plateau may have left it later.
+        # A run that was stopped on the plateau is left out, because it may have left the plateau later.
         known = [each.curve for each in own if each.is_complete or step_of_escape(each.curve, threshold) is not None]
         left = show_escapes(known, threshold) if known else ("", "")
         theirs = show(tested, ACCURACY.decimals) if tested else "" if own else NOT_RUN
@@ -80,8 +80,10 @@ def grid(controls: Sequence[Control], results: Results) -> Grid:
 
 
 def compare_escapes(controls: Sequence[Control], results: Results) -> tuple[LogRank, int, int] | None:
-    """The log-rank test between published code and ours, each setting a stratum, and how many runs either has.
-    ``None`` where no setting has runs of both."""
+    """Return the log-rank test between published code and ours, with a stratum per setting, and both numbers of runs.
+
+    Returns ``None`` if no setting has runs of both.
+    """
     threshold = fidelity()["control"]["plateau"]
     strata = []
     for setting in settings():
@@ -97,7 +99,7 @@ def compare_escapes(controls: Sequence[Control], results: Results) -> tuple[LogR
 
 
 def sentences(controls: Sequence[Control], results: Results) -> tuple[str, ...]:
-    """What the comparison says; nothing where there is none."""
+    """Describe the outcome of the comparison; empty if there is none."""
     compared = compare_escapes(controls, results)
     if compared is None:
         return ()
@@ -118,19 +120,19 @@ def sentences(controls: Sequence[Control], results: Results) -> tuple[str, ...]:
 
 
 def fingerprints(results: Results) -> set[str]:
-    """Those of the data of our runs that stand beside the published code."""
+    """Return the fingerprints of the data of our runs in the comparison."""
     wanted = {(each.recipe, each.row) for each in settings()}
     return {results.corpus(key) for key in results.runs if key[:2] in wanted} - {""}
 
 
 def escapes(results: Results, recipe: str, row: str, threshold: float) -> tuple[str, str]:
-    """How many runs of ours left the plateau, and when each did."""
+    """Describe how many of our runs left the plateau, and at which steps."""
     curves = results.curves(recipe, row)
     return show_escapes(list(curves.values()), threshold) if curves else ("no curves", "")
 
 
 def show_escapes(curves: Sequence[Sequence[Mapping[str, Any]]], threshold: float) -> tuple[str, str]:
-    """How many runs left the plateau, and when each did."""
+    """Describe how many runs left the plateau, and at which steps."""
     steps = [step_of_escape(lines, threshold) for lines in curves]
     left = sorted(step for step in steps if step is not None)
     return f"{len(left)} of {len(steps)}", ", ".join(f"{step:,}" for step in left)
@@ -141,7 +143,7 @@ def _of(setting: Setting, controls: Sequence[Control]) -> list[Control]:
 
 
 def _run(curve: Sequence[Mapping[str, Any]], threshold: float) -> Run:
-    """When it left, or the last step at which it was tried and had not."""
+    """Return the step at which a run left the plateau, or its last validation as censored."""
     left = step_of_escape(curve, threshold)
     last = max(int(line["step"]) for line in curve if line.get("kind") == "valid")
     return (last, False) if left is None else (left, True)

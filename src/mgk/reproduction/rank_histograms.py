@@ -1,4 +1,4 @@
-"""Ranks of attention matrices: a panel for each layer and row."""
+"""Histograms of the ranks of attention matrices, with a panel for each layer and row."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ BINS = 24
 
 
 def edges(low: float, high: float) -> list[float]:
-    """Of bins around whole numbers, as many of them in each as it takes to have no more than :data:`BINS`."""
+    """Return the edges of at most :data:`BINS` bins, each around one or more whole numbers."""
     width = math.ceil((high - low + 1) / BINS)
     count = math.ceil((high - low + 1) / width)
     return [low - 0.5 + width * place for place in range(count + 1)]
 
 
 def draw(ranks: Mapping[int, Mapping[str, Sequence[float]]], path: Path, *, title: str) -> int:
-    """Draw histograms, layers from top to bottom, rows of the table from left to right; how many there are.
+    """Draw histograms, layers from top to bottom and rows of the table from left to right, and return their number.
 
     Args:
-        ranks: by layer and row of the table.
-        path: the PNG; not written where there are no ranks.
-        title: of the figure.
+        ranks: ranks by layer and row of the table.
+        path: PNG file to write, unless there are no ranks.
+        title: title of the figure.
     """
     every = [rank for rows in ranks.values() for own in rows.values() for rank in own]
     if not every:

@@ -1,4 +1,4 @@
-"""The results in the README: one line for each recipe that has any, and what does not hold."""
+"""The results in the README: one line for each recipe with results, and the claims that do not hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mgk.reproduction.tables import OURS
 BEGIN = "<!-- results: written by `mgk reproduce all` from results/, do not edit up to the end of results -->"
 END = "<!-- end of results -->"
 PAGES = "docs/results"
-"""Where the pages are, seen from the README."""
+"""Folder of the pages, relative to the README."""
 
 _METRICS = {
     "classification": "test_accuracy", "pairs": "test_accuracy", "language": "test_perplexity",
@@ -32,11 +32,11 @@ _COLUMNS = {
     "half the heads, shifted keys": (("smgk", ""), ("smlk", "")),
     "half the heads, projected keys": (("mgk", ""), ("mlk", "")),
 }
-"""Kinds of attention that stand in a column, with what is changed in them."""
+"""Columns, with their kinds of attention and options."""
 
 
 def fill(path: Path, text: str) -> bool:
-    """Put the results where the README has room for them; whether it has."""
+    """Write the results between the marks of the README, and return whether it has marks."""
     content = path.read_text(encoding="utf-8") if path.is_file() else ""
     if BEGIN not in content:
         return False
@@ -48,11 +48,11 @@ def fill(path: Path, text: str) -> bool:
 
 
 def results_text(pages: Sequence[Page], results: Results) -> str:
-    """What stands between the marks.
+    """Return the text between the marks.
 
     Args:
-        pages: all of them.
-        results: what they were made of.
+        pages: all pages.
+        results: our results.
     """
     parts = [
         f"The paper's tables and figures are made again from the runs in `results/`, each with a verdict on what the "
@@ -71,7 +71,7 @@ def results_text(pages: Sequence[Page], results: Results) -> str:
 
 
 def _line(recipe: str, results: Results) -> tuple[str, ...] | None:
-    """The rows of a recipe at the number of heads that fills most cells, of several the largest."""
+    """Return the rows of a recipe at the number of heads that fills most cells; among several, the largest."""
     loaded = bundled(recipe)
     shown = metric(OURS.get(recipe, _METRICS[str(loaded.values.get("task"))]))
     rows = [row for row in results.rows(recipe) if results.values(recipe, row, shown)]
@@ -93,12 +93,12 @@ _BASELINES = ("softmax", "linear", "softmax+qk_norm")
 
 
 def _cells(recipe: str, heads: int, rows: Sequence[str]) -> dict[str, str]:
-    """By column, the row that stands in it where a baseline has so many heads."""
+    """Return the row of each column, for a baseline with so many heads."""
     found: dict[str, str] = {}
     for column, kinds in _COLUMNS.items():
         count = heads if column.startswith("all heads") else heads // 2
         wanted = [f"{kind}-{count}{changes}" for kind, changes in kinds]
-        # Of translation the paper has other variances.
+        # For translation the paper uses other variances.
         wanted += [f"{row}+variance_scale=1,3" for row in wanted if "mgk" in row]
         there = [row for row in wanted if row in rows]
         if there:
@@ -114,7 +114,7 @@ def _cell(recipe: str, row: str, shown: Metric, results: Results) -> str:
 
 
 def _published(recipe: str, row: str, shown: Metric) -> float | None:
-    """The paper's number; of a variant that of what it is a variant of: lra/listops-dropout-0 of lra/listops."""
+    """Return the paper's number; for a variant such as lra/listops-dropout-0, that of its base, lra/listops."""
     names = [name for name in mgk.recipes.names() if f"{recipe}-".startswith(f"{name}-")]
     for name in sorted(names, key=len, reverse=True):
         found = mgk.recipes.published(name, row).get(shown.name)
@@ -156,7 +156,7 @@ def _sentences(pages: Sequence[Page], results: Results) -> list[str]:
     parts += published_code.sentences(published_code.runs(results), results)
     chosen = {recipe: plateau.escapes(results, recipe) for recipe in plateau.recipes(results)}
     if chosen:
-        # Most runs say most; of as many, those of the recipe itself, which comes first.
+        # The recipe with most runs is chosen; among equals the first, which is the recipe itself.
         recipe = max(chosen, key=lambda name: sum(map(len, chosen[name].values())))
         answers = plateau.answer(chosen[recipe], plateau.questions(recipe))
         said = plateau.findings(recipe, chosen[recipe], answers)
@@ -165,7 +165,7 @@ def _sentences(pages: Sequence[Page], results: Results) -> list[str]:
 
 
 def _missed(results: Results) -> list[str]:
-    """Rows whose number is surely not the paper's."""
+    """Return the rows whose number differs significantly from the paper's."""
     found = []
     for recipe in mgk.recipes.names():
         shown = metric(OURS.get(recipe, _METRICS[str(bundled(recipe).values.get("task"))]))

@@ -1,4 +1,4 @@
-"""The recipes that come with the library, each read once: pages ask for them hundreds of times."""
+"""A cache of the library's recipes, because pages need them hundreds of times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import mgk.recipes
 
 @functools.cache
 def bundled(name: str) -> mgk.recipes.Recipe:
-    """A recipe by its name."""
+    """Return a recipe of the library by its name."""
     return mgk.recipes.load(name)
 
 

@@ -1,20 +1,20 @@
-"""What lies in ``results/``: the runs, evaluations, curves, analyses and measurements that tables are made of.
+"""The folder ``results/``: the runs, evaluations, curves, analyses and measurements from which pages are built.
 
 ::
 
     results/RECIPE/ROW-seed-N.json              the result of a run: mgk train --results results
     results/evaluations/NAME*.json              mgk evaluate, NAME as in lra-text-smgk-4-seed-0
     results/curves/NAME.jsonl                   the metrics.jsonl of a run
-    results/analysis/NAME/analysis.json         the numbers of mgk analyze, its pictures beside them
+    results/analysis/NAME/analysis.json         the numbers of mgk analyze, next to its pictures
     results/bench/retrieval-DEVICE.json         mgk bench retrieval
     results/bench/rows-RECIPE-DEVICE.json       mgk bench rows
     results/controls/NAME.json                  benchmarks/published_control.py, see :mod:`mgk.reproduction.controls`
     results/shift/NAME.json                     benchmarks/shift.py, see :mod:`mgk.reproduction.shift_measurements`
 
-A file that is damaged is an error that names it. A run whose configuration is not that of its recipe of today counts,
-with its curves and its analysis, under the recipe that it agrees with, or nowhere, and a note says in what it differs:
-see :mod:`mgk.reproduction.filing`. An analysis of another text, or of the random tokens that ``mgk analyze`` takes
-where the data is not at hand, is set aside.
+A damaged file is an error that names it. A run whose configuration differs from today's recipe counts, with its curves
+and analysis, under the recipe that it agrees with, or not at all, and a note lists the differences: see
+:mod:`mgk.reproduction.filing`. An analysis of another text, or of the random tokens that ``mgk analyze`` uses without
+data, is ignored.
 """
 
 from __future__ import annotations
@@ -48,41 +48,41 @@ Key = tuple[str, str, int]
 
 
 def run_name(recipe: str, row: str, seed: int) -> str:
-    """The name of a run's files: ``lra-text-smgk-4-seed-0``."""
+    """Return the name of a run's files, such as ``lra-text-smgk-4-seed-0``."""
     return f"{recipe.replace('/', '-')}-{row}-seed-{seed}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """Everything that was found, by recipe, row and seed.
+    """All results by recipe, row and seed.
 
-    A row that a recipe has from the one that it extends is found under both: :func:`mgk.reproduction.recipe.home`.
+    A row that a recipe shares with the recipe it extends is found under both: :func:`mgk.reproduction.recipe.home`.
     """
 
     folder: Path
     runs: Mapping[Key, Mapping[str, Any]] = field(default_factory=dict)
     """Results of finished runs."""
     evaluations: Mapping[tuple[Key, str], Mapping[str, Any]] = field(default_factory=dict)
-    """Those of ``mgk evaluate``, by run and split."""
+    """Results of ``mgk evaluate`` by run and split."""
     analyses: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Those of ``mgk analyze``, by the name of the run."""
+    """Results of ``mgk analyze`` by the name of the run."""
     pictures: Mapping[str, Path] = field(default_factory=dict)
-    """The folders with the pictures beside them."""
+    """Folders with the pictures of analyses, by the name of the run."""
     trainings: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """Measurements during training, by the name of the run."""
+    """Measurements during training by the name of the run."""
     measurements: Mapping[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
-    """Those of ``mgk bench retrieval``, by recipe and row."""
+    """Results of ``mgk bench retrieval`` by recipe and row."""
     speeds: Mapping[tuple[str, str], Mapping[str, Any]] = field(default_factory=dict)
-    """Those of ``mgk bench rows``, by recipe and row."""
+    """Results of ``mgk bench rows`` by recipe and row."""
     right: Mapping[Key, NDArray[np.bool_]] = field(default_factory=dict)
-    """Which test items each run got right, ``[items]``, of those runs that say so."""
+    """Test items that each run got right, ``[items]``, for runs that record them."""
     notes: tuple[str, ...] = ()
-    """What was set aside, and why."""
+    """Notes on ignored results, with reasons."""
     resampled: dict[str, Mapping[Key, NDArray[np.float64]]] = field(default_factory=dict, init=False, repr=False)
-    """Accuracies on items drawn anew, by recipe, made when they are first asked for: see :mod:`.items`."""
+    """Cache of accuracies on resampled items, by recipe: see :mod:`.items`."""
 
     def values(self, recipe: str, row: str, metric: Metric) -> dict[int, float]:
-        """A metric of a row by seed, in the paper's unit."""
+        """Return a metric of a row by seed, in the paper's unit."""
         found: dict[int, float] = {}
         if metric.source == "benchmark":
             measured = self.measurement(recipe, row)
@@ -95,28 +95,28 @@ class Results:
         return found
 
     def rows(self, recipe: str) -> list[str]:
-        """Those that have a run or an evaluation."""
+        """Return the rows with a run or an evaluation."""
         keys = [*self.runs, *(key for key, _ in self.evaluations)]
         return list(dict.fromkeys(row for name, row, _ in keys if name == recipe))
 
     def trained(self, recipe: str, row: str) -> set[int]:
-        """The seeds whose runs are finished."""
+        """Return the seeds of finished runs."""
         recipe = home(recipe, row)
         return {seed for name, own, seed in self.runs if (name, own) == (recipe, row)}
 
     def has_any(self, recipe: str) -> bool:
-        """Whether there is anything at all that was trained by a recipe."""
+        """Whether there are any results of a recipe."""
         start = f"{recipe.replace('/', '-')}-"
         named = [name for name in (*self.trainings, *self.analyses) if name.startswith(start)]
         return bool(self.rows(recipe)) or recipe in map(_recipe_of_name, named)
 
     def corpus(self, key: Key) -> str:
-        """The fingerprint of the data of a run; empty where nobody knows."""
+        """Return the fingerprint of a run's data; empty if it is unknown."""
         found = self._tested(key).get("corpus")
         return str(found.get("fingerprint", "")) if isinstance(found, Mapping) else ""
 
     def test_items(self, key: Key) -> int | None:
-        """Of how many items the accuracy of a run is."""
+        """Return the number of items behind a run's accuracy."""
         if key in self.right:
             return len(self.right[key])
         metrics = self._tested(key).get("metrics", {})
@@ -127,19 +127,19 @@ class Results:
         return self.runs.get(key) or self.evaluations.get((key, "test"), {})
 
     def measurement(self, recipe: str, row: str) -> Mapping[str, Any] | None:
-        """Time and memory of a row."""
+        """Return the time and memory of a row."""
         return self.measurements.get((recipe, row))
 
     def curves(self, recipe: str, row: str) -> dict[int, list[dict[str, Any]]]:
-        """The measurements during training, by seed."""
+        """Return the measurements during training by seed."""
         return _by_seed(self.trainings, home(recipe, row), row)
 
     def analysis(self, recipe: str, row: str) -> dict[int, Mapping[str, Any]]:
-        """What ``mgk analyze`` found, by seed."""
+        """Return the results of ``mgk analyze`` by seed."""
         return _by_seed(self.analyses, home(recipe, row), row)
 
     def picture(self, recipe: str, row: str, name: str) -> Path | None:
-        """A picture that ``mgk analyze`` drew of a row: that of the first seed which has one."""
+        """Return a picture of ``mgk analyze`` for a row, from the first seed that has it."""
         for seed in self.analysis(recipe, row):
             path = self.pictures[run_name(home(recipe, row), row, seed)] / name
             if path.is_file():
@@ -147,7 +147,7 @@ class Results:
         return None
 
     def notes_about(self, recipes: Iterable[str]) -> tuple[str, ...]:
-        """The notes that name one of these recipes, or a file of theirs."""
+        """Return the notes that name one of these recipes, or one of their files."""
         wanted = set(recipes)
         return tuple(note for note in self.notes if wanted & _recipes_in(note))
 
@@ -170,21 +170,21 @@ class Results:
         evaluated = self.evaluations.get((key, metric.split))
         if metric.source == "evaluation":
             return None if evaluated is None else evaluated["metrics"].get(metric.key)
-        # An evaluation of the best model says the same as the end of its run, where somebody kept that only.
+        # Without the result of the run, an evaluation of its best model has the same metric.
         if key in self.runs:
             return self.runs[key]["metrics"].get(metric.split, {}).get(metric.key)
         return None if evaluated is None else evaluated["metrics"].get(metric.key)
 
 
 def read_results(folder: Path) -> Results:
-    """Read a folder of results; one that is not there is an empty one."""
+    """Read a folder of results. A folder that does not exist counts as empty."""
     notes: list[str] = []
     runs: dict[Key, Mapping[str, Any]] = {}
-    # What the files of a run are called, and the name that they are read under; ``None``: set aside with their run.
+    # The name of a run's files, and the name under which they count; ``None`` if they are ignored with their run.
     names: dict[str, str | None] = {}
     found = {path: _read_run(path) for path in run_files(folder)}
     filed = {path: _file(content, path, folder, notes) for path, content in found.items()}
-    # One that names its recipe comes before one that was found to belong there.
+    # A run that names its recipe has priority over one that was refiled.
     for path in sorted(found, key=lambda path: filed[path] != found[path]["recipe"]):
         recipe, content = filed[path], found[path]
         key = None if recipe is None else (recipe, content["row"], content["seed"])
@@ -210,7 +210,7 @@ def read_results(folder: Path) -> Results:
     curves = {path.stem: path for path in sorted((folder / CURVES).glob("*.jsonl"))}
     analyses = dict(_read_analyses(folder, notes))
     for kind, found_names in ((CURVES, curves), (ANALYSIS, analyses)):
-        # Nothing tells what its run was.
+        # Without the run, its recipe is not known.
         alone = [name for name in found_names if name not in names]
         notes += [f"{kind}/{name} is of a run whose own result is not here" for name in alone]
     measurements = _read_measurements(folder, notes)
@@ -229,14 +229,14 @@ def read_results(folder: Path) -> Results:
 
 
 def _renamed(files: Mapping[str, T], names: Mapping[str, str | None]) -> dict[str, T]:
-    """What lies beside results, under the names of the runs that it belongs to; what has that name already stays."""
+    """Rename files of runs to the names under which the runs count; files that already have such a name win."""
     own = {name: file for name, file in files.items() if names.get(name, name) == name}
     moved = {names[name]: file for name, file in files.items() if name not in own}
     return {**{name: file for name, file in moved.items() if name is not None}, **own}
 
 
 def run_files(folder: Path) -> list[Path]:
-    """The results of runs in a folder of results."""
+    """Return the files of runs in a folder of results."""
     paths = sorted(folder.rglob("*.json")) if folder.is_dir() else []
     return [path for path in paths if path.relative_to(folder).parts[0] not in _OTHER_FOLDERS]
 
@@ -263,13 +263,13 @@ def _check_numbers(metrics: Mapping[str, Any], path: Path) -> None:
         if isinstance(value, Mapping):
             _check_numbers(value, path)
         elif isinstance(value, str):
-            continue  # a signature of BLEU
+            continue  # the signature of BLEU is text
         elif isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise ValueError(f"{path} must have finite numbers as metrics, got {name}: {value!r}")
 
 
 def _file(content: Mapping[str, Any], path: Path, folder: Path, notes: list[str]) -> str | None:
-    """The recipe that a run belongs to; a note says so where that is not the one it names."""
+    """Return the recipe of a run, and add a note if it is not the one that the run names."""
     try:
         filed = file_result(content)
     except (TypeError, ValueError) as error:
@@ -289,7 +289,7 @@ def _file(content: Mapping[str, Any], path: Path, folder: Path, notes: list[str]
 def _read_items(
     runs: Mapping[Key, Mapping[str, Any]], evaluations: Mapping[tuple[Key, str], Mapping[str, Any]]
 ) -> dict[Key, NDArray[np.bool_]]:
-    """Which test items were right, of runs, and of evaluations whose run is not here."""
+    """Return the test items that were right, for runs, and for evaluations without a run."""
     tested = {key: content for (key, split), content in evaluations.items() if split == "test"} | dict(runs)
     return {
         key: unpack_items(found["items"]["test"]) for key, found in tested.items() if "test" in found.get("items", {})
@@ -297,7 +297,7 @@ def _read_items(
 
 
 def _check_items(content: Mapping[str, Any], path: Path) -> None:
-    """Refuse a record of items that is damaged, or that says something else than the accuracy beside it."""
+    """Raise an error for a record of items that is damaged or disagrees with the accuracy."""
     records = content.get("items", {})
     if not isinstance(records, Mapping) or not all(isinstance(record, Mapping) for record in records.values()):
         raise ValueError(f"{path} must have its items by split, got {str(records)[:40]}")
@@ -334,7 +334,7 @@ def _read_curve(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_analyses(folder: Path, notes: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Those on data of the run's own corpus; of random tokens or another text a note says why not."""
+    """Yield the analyses on the run's own corpus. For others, of random tokens or another text, add a note."""
     for path in sorted((folder / ANALYSIS).glob("*/analysis.json")):
         content = result.read_object(path)
         numbers.check(content, path)
@@ -360,21 +360,21 @@ def _recipes_in(note: str) -> set[str]:
 
 
 def _recipe_of_name(name: str) -> str:
-    """The recipe of a run by the name of its files."""
-    # The longest, since lra-retrieval is how lra-retrieval-linear begins.
+    """Return the recipe of a run by the name of its files."""
+    # The longest match is right, since lra-retrieval-linear also begins with lra-retrieval.
     recipes = [each for each in mgk.recipes.names() if f"{name}-".startswith(f"{each.replace('/', '-')}-")]
     return max(recipes, key=len, default="")
 
 
 def _by_seed(named: Mapping[str, T], recipe: str, row: str) -> dict[int, T]:
-    """Of things by the name of a run, those of one row."""
+    """Select the entries of one row by seed, from entries by the name of the run."""
     start = run_name(recipe, row, 0).removesuffix("0")
     ends = {name.removeprefix(start): found for name, found in named.items() if name.startswith(start)}
     return {seed: ends[str(seed)] for seed in sorted(int(end) for end in ends if end.isdecimal())}
 
 
 def _read_measurements(folder: Path, notes: list[str]) -> dict[tuple[str, str], Mapping[str, Any]]:
-    """Those of one device, the one with most rows: times of two machines do not compare."""
+    """Read the measurements of the device with most rows, since times of two machines cannot be compared."""
     found = {path: _measurements_of(path) for path in sorted((folder / BENCH).glob("retrieval-*.json"))}
     if not found:
         return {}
@@ -388,7 +388,7 @@ def _read_measurements(folder: Path, notes: list[str]) -> dict[tuple[str, str], 
 
 
 def _measurements_of(path: Path) -> dict[tuple[str, str], Mapping[str, Any]]:
-    """The fastest evaluation of each row, on the shape of the paper: 32 pairs of 4096 bytes, no dropout."""
+    """Return the fastest measurement of each row in the paper's shape: 32 pairs of 4096 bytes, without dropout."""
     found: dict[tuple[str, str], Mapping[str, Any]] = {}
     content = result.read_object(path)
     for group in ("baselines", "rows"):

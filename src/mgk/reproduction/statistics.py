@@ -1,7 +1,7 @@
-"""The little statistics that the verdicts need.
+"""The statistics behind the verdicts.
 
-One test serves all claims: Welch's t, for a difference of means of samples whose variances may differ. In its general
-form the difference is any weighted sum of means, so that an average over three tasks is tested the same way.
+One test serves all claims: Welch's t for a difference of means of samples with unequal variances. In its general form
+it tests any weighted sum of means, so that an average over three tasks is tested in the same way.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Contrast:
     error: float
     """Its standard error."""
     degrees: float
-    """Degrees of freedom, by Welch and Satterthwaite; infinite where no sample varies."""
+    """Degrees of freedom by Welch and Satterthwaite; infinite if no sample varies."""
     t: float
     """(estimate - value) / error."""
     p: float
-    """Two-sided: how often a t at least this far from 0 comes by chance."""
+    """Two-sided p value."""
 
     def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """The confidence interval of the weighted sum."""
+        """Return the confidence interval of the weighted sum."""
         half = 0.0 if self.error == 0 else t_quantile((1 + level) / 2, self.degrees) * self.error
         return self.estimate - half, self.estimate + half
 
@@ -42,7 +42,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Of the mean; ``None`` for a single value, which says nothing about its spread."""
+    """Standard error of the mean; ``None`` for a single value."""
     if len(values) < 2:
         return None
     centre = mean(values)
@@ -50,11 +50,11 @@ def standard_error(values: Sequence[float]) -> float | None:
 
 
 def contrast(samples: Sequence[tuple[float, Sequence[float]]], value: float = 0.0) -> Contrast:
-    """Test whether a weighted sum of means is ``value``.
+    """Test whether a weighted sum of means equals ``value``.
 
     Args:
-        samples: a weight, and the values of a sample, two at least. Welch's test has the weights 1 and -1.
-        value: what the sum is under the null hypothesis.
+        samples: weight and values of each sample, at least two values. Welch's test has the weights 1 and -1.
+        value: the sum under the null hypothesis.
     """
     variances, estimate = [], 0.0
     for weight, values in samples:
@@ -75,7 +75,7 @@ def contrast(samples: Sequence[tuple[float, Sequence[float]]], value: float = 0.
 
 
 def correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Pearson's; ``None`` where one of them does not vary."""
+    """Pearson's correlation; ``None`` if one of the samples does not vary."""
     if len(first) != len(second):
         raise ValueError(f"a correlation needs pairs, got {len(first)} and {len(second)} values")
     ours, theirs = [value - mean(first) for value in first], [value - mean(second) for value in second]
@@ -84,7 +84,7 @@ def correlation(first: Sequence[float], second: Sequence[float]) -> float | None
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjusted p values: below a level where the claim stands with all others tested beside it."""
+    """Adjust p values by Holm's method, which controls the error rate over all of them."""
     order = sorted(range(len(p_values)), key=p_values.__getitem__)
     adjusted, highest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(order):
@@ -94,7 +94,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def t_tail(t: float, degrees: float) -> float:
-    """How often Student's t with so many degrees of freedom exceeds ``t``."""
+    """Probability that Student's t with these degrees of freedom exceeds ``t``."""
     if degrees <= 0:
         raise ValueError(f"degrees must be above 0, got {degrees}")
     if math.isinf(degrees):
@@ -104,7 +104,7 @@ def t_tail(t: float, degrees: float) -> float:
 
 
 def t_quantile(probability: float, degrees: float) -> float:
-    """Below which Student's t lies with this probability."""
+    """Quantile of Student's t."""
     if not 0 < probability < 1:
         raise ValueError(f"probability must be between 0 and 1, got {probability}")
     if probability < 0.5:
@@ -122,20 +122,20 @@ def t_quantile(probability: float, degrees: float) -> float:
 
 
 def incomplete_beta(a: float, b: float, x: float) -> float:
-    """The regularised incomplete beta function I_x(a, b), by its continued fraction."""
+    """Compute the regularised incomplete beta function I_x(a, b) by its continued fraction."""
     if not 0 <= x <= 1:
         raise ValueError(f"x must be between 0 and 1, got {x}")
     if x in (0.0, 1.0):
         return x
     if x > (a + 1) / (a + b + 2):
-        # The fraction converges fast on the other side only.
+        # The fraction converges fast only on the other side.
         return 1 - incomplete_beta(b, a, 1 - x)
     log_front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
     return math.exp(log_front) / a / _fraction(a, b, x)
 
 
 def _fraction(a: float, b: float, x: float) -> float:
-    """1 + d1/(1 + d2/(1 + ...)), evaluated from the front by Lentz's method."""
+    """Evaluate 1 + d1/(1 + d2/(1 + ...)) from the front by Lentz's method."""
     value, numerator, denominator = 1.0, 1.0, 0.0
     for index in range(1, 10_000):
         m = index // 2

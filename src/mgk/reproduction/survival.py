@@ -1,7 +1,7 @@
-"""How long until something happens, where some runs end before it does: survival curves, and the test between them.
+"""Survival analysis: the time until an event, for runs of which some end before it.
 
-A run is a pair: how long it was watched, and whether it happened then (otherwise the run is censored: all that is known
-is that it had not happened by that time).
+A run is a pair of the time for which it was observed and whether the event happened at that time. Otherwise the run is
+censored: it is known only that the event had not happened by then.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from mgk.reproduction.statistics import t_quantile
 
 Run = tuple[float, bool]
-"""How long, and whether it happened then."""
+"""Time, and whether the event happened at that time."""
 MOST_SUBSETS = 200_000
-"""More ways than this to share out the runs of a stratum are not counted one by one."""
+"""Most assignments of the runs of a stratum to groups that are enumerated."""
 MOST_SUMS = 2_000_000
 DRAWS = 20_000
 """Ways of sharing out the runs that a test for trend draws at random."""
 _ROUNDED = 9
-"""Decimals to which sums of scores are told apart."""
+"""Decimals to which sums of scores are rounded before they are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,15 +33,15 @@ class Point:
 
     time: float
     at_risk: int
-    """Runs that were watched until then."""
+    """Number of runs that were observed until then."""
     events: int
     survival: float
-    """The share to which it has not happened, from this time on."""
+    """Estimated share of runs without the event from this time on."""
     error: float
-    """Standard error of that share, by Greenwood's formula."""
+    """Standard error of the share by Greenwood's formula."""
 
     def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Of the share, by the logarithm of minus its logarithm, which keeps it between 0 and 1."""
+        """Return the confidence interval of the share, on the scale log(-log share), which keeps it between 0 and 1."""
         if self.survival in (0.0, 1.0):
             return self.survival, self.survival
         spread = t_quantile((1 + level) / 2, math.inf) * self.error / (self.survival * abs(math.log(self.survival)))
@@ -50,13 +50,13 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Median:
-    """The time by which it has happened to half of all."""
+    """The median time to the event, and its confidence interval."""
 
     time: float | None
-    """``None``: it has not happened to half of them."""
+    """Median time; ``None`` if fewer than half of the runs had the event."""
     low: float | None
     high: float | None
-    """Of the 95 % confidence interval, by Brookmeyer and Crowley; ``None``: the runs set no such limit."""
+    """Upper limit of the 95 % confidence interval by Brookmeyer and Crowley; ``None`` if the runs set no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +64,13 @@ class LogRank:
     """The log-rank test between two groups, over one or more strata."""
 
     excess: float
-    """How many more events the first group has than it would with the hazard of both: above 0 where it is faster."""
+    """Observed less expected events of the first group under a common hazard; above 0 if it is faster."""
     variance: float
     chi_square: float
     p: float
-    """Two-sided."""
+    """Two-sided p value."""
     is_exact: bool
-    """Whether p counts all ways of sharing out the runs; otherwise it is that of chi-square with one degree."""
+    """Whether p is the exact permutation p value; otherwise it is that of chi-square with one degree of freedom."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class Trend:
 
 
 def kaplan_meier(runs: Sequence[Run]) -> list[Point]:
-    """The survival curve, a point for each time at which it happened to some run."""
+    """Return the Kaplan-Meier curve, with a point for each time at which a run had the event."""
     _check(runs)
     points: list[Point] = []
     survival, greenwood = 1.0, 0.0
@@ -101,9 +101,9 @@ def kaplan_meier(runs: Sequence[Run]) -> list[Point]:
 
 
 def median(runs: Sequence[Run]) -> Median:
-    """The median and its confidence interval: the times at which a half is inside of the curve's own interval."""
+    """Return the median and its confidence interval: the times at which the curve's own interval contains 0.5."""
     points = kaplan_meier(runs)
-    # A curve that has come down to 0 has no interval there, and sets no upper limit.
+    # Where the curve has reached 0 it has no interval, and sets no upper limit.
     inner = [point for point in points if point.survival > 0]
     return Median(
         time=next((point.time for point in points if point.survival <= 0.5), None),
@@ -113,14 +113,14 @@ def median(runs: Sequence[Run]) -> Median:
 
 
 def log_rank(strata: Sequence[tuple[Sequence[Run], Sequence[Run]]]) -> LogRank:
-    """Test whether it happens to two groups equally fast, in every stratum.
+    """Test whether the hazards of two groups are equal in every stratum.
 
-    The statistic is Mantel's: observed less expected events of the first group, summed over strata, over the root of
-    its hypergeometric variance. With few runs its p value is not that of chi-square, so all ways of sharing out the
-    runs of each stratum are counted instead, where there are not too many.
+    The statistic is Mantel's: observed less expected events of the first group, summed over strata, divided by the
+    square root of its hypergeometric variance. For few runs chi-square does not approximate its p value, so all
+    assignments of the runs of each stratum to the groups are enumerated instead, unless there are too many.
 
     Args:
-        strata: the runs of the first group and of the second, one pair for each stratum.
+        strata: runs of the first and of the second group for each stratum.
     """
     excess = variance = 0.0
     scores: list[tuple[NDArray[np.float64], int]] = []
@@ -182,7 +182,7 @@ def _check(runs: Sequence[Run]) -> None:
 
 
 def _mantel(first: Sequence[Run], second: Sequence[Run]) -> tuple[float, float]:
-    """Observed less expected events of the first group, and the variance of that."""
+    """Return observed less expected events of the first group, and its variance."""
     excess = variance = 0.0
     for time in sorted({time for time, happened in (*first, *second) if happened}):
         own, other = (sum(each >= time for each, _ in group) for group in (first, second))
@@ -197,8 +197,10 @@ def _mantel(first: Sequence[Run], second: Sequence[Run]) -> tuple[float, float]:
 
 
 def _scores(runs: Sequence[Run]) -> NDArray[np.float64]:
-    """What each run adds to the excess of its group: 1 if it happened, less the hazard of all up to then. The excess
-    is their sum, so sharing out the runs anew is taking another sum."""
+    """Return the contribution of each run to the excess of its group: 1 for an event, less the cumulative hazard.
+
+    The excess of a group is the sum over its runs, so another assignment of the runs is another sum.
+    """
     found = []
     for time, happened in runs:
         hazard = 0.0
@@ -210,8 +212,10 @@ def _scores(runs: Sequence[Run]) -> NDArray[np.float64]:
 
 
 def _permutation_p(scores: Sequence[tuple[NDArray[np.float64], int]], observed: float) -> float | None:
-    """How often sharing out the runs of each stratum at random gives an excess at least as far from 0; ``None`` where
-    there are too many ways."""
+    """Return the share of assignments of runs to groups whose excess is at least as far from 0 as the observed one.
+
+    Returns ``None`` if there are too many assignments.
+    """
     distributions = []
     for values, size in scores:
         if math.comb(len(values), size) > MOST_SUBSETS:
@@ -224,7 +228,8 @@ def _permutation_p(scores: Sequence[tuple[NDArray[np.float64], int]], observed: 
         if len(sums) * len(values) > MOST_SUMS:
             return None
         sums, shares = _merge(np.add.outer(sums, values).ravel(), np.multiply.outer(shares, weights).ravel())
-    # The last one is not multiplied out: of each of its values only how often the rest goes far enough counts.
+    # The last stratum is not multiplied out: for each of its values only the share of the rest that goes far enough
+    # matters.
     below = np.concatenate([[0.0], np.cumsum(shares)])
     limit = observed - 10.0 ** (2 - _ROUNDED)
     above = below[-1] - below[np.searchsorted(sums, limit - last[0], side="left")]
@@ -235,7 +240,7 @@ def _permutation_p(scores: Sequence[tuple[NDArray[np.float64], int]], observed: 
 def _merge(
     values: NDArray[np.float64], weights: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The values that differ, in order, each with the weight of all that are equal to it."""
+    """Return the distinct values in order, each with the total weight of the values equal to it."""
     unique, places = np.unique(np.round(values, _ROUNDED), return_inverse=True)
     totals: NDArray[np.float64] = np.bincount(places.ravel(), weights=weights).astype(np.float64)
     return unique, totals

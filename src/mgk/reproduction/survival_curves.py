@@ -1,4 +1,4 @@
-"""Survival curves of many rows: a panel for each number of heads, a colour for each kind of attention."""
+"""Figures of survival curves, with a panel for each number of heads and a colour for each kind of attention."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ KINDS = {
     "softmax": (INK, "o"), "linear": (INK, "o"), "smgk": (BLUE, "s"), "smlk": (BLUE, "s"), "mgk": (ORANGE, "^"),
     "mlk": (ORANGE, "^"), "gaussian": (GREEN, "D"), "softmax+qk_norm": (PINK, "v"),
 }  # fmt: skip
-"""Those that every number of heads has in its own panel; others stand together."""
+"""Kinds of attention in the panels by heads; other kinds share a panel."""
 COLUMNS = 3
 
 
 def split_row(row: str) -> tuple[str, int]:
-    """The kind of attention and its heads: ``softmax-8+qk_norm`` is ``softmax+qk_norm`` with 8."""
+    """Split a row into its kind of attention and its heads: ``softmax-8+qk_norm`` is ``softmax+qk_norm`` with 8."""
     base, plus, changes = row.partition("+")
     kind, _, heads = base.rpartition("-")
     return f"{kind}{plus}{changes}", int(heads)
 
 
 def draw(rows: Mapping[str, Sequence[Run]], path: Path, *, title: str) -> int:
-    """Draw the curves; how many there are.
+    """Draw the curves, and return their number.
 
     Args:
-        rows: the runs of each row.
-        path: the PNG; not written where there are no runs.
-        title: of the figure.
+        rows: runs of each row.
+        path: PNG file to write, unless there are no runs.
+        title: title of the figure.
     """
     panels = _panels([row for row, runs in rows.items() if runs])
     if not panels:
@@ -57,7 +57,8 @@ def draw(rows: Mapping[str, Sequence[Run]], path: Path, *, title: str) -> int:
             axes.set_xlabel("step")
             if place % columns == 0:
                 axes.set_ylabel("share of runs still there")
-            # Below: curves that begin at one corner and end at any height leave no room that is always free.
+            # The legend is below the panel, because curves that begin in a corner and end at any height leave no free
+            # place inside.
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, columnspacing=1.0)
             show_grid(axes)
         figure.suptitle(title, fontsize=11, x=0.01, ha="left")
@@ -65,7 +66,7 @@ def draw(rows: Mapping[str, Sequence[Run]], path: Path, *, title: str) -> int:
 
 
 def _panels(rows: Sequence[str]) -> list[tuple[str, dict[str, tuple[str, str]]]]:
-    """A title for each, and its rows with their colours and markers."""
+    """Return the title of each panel, and its rows with their colours and markers."""
     by_heads: dict[int, dict[str, tuple[str, str]]] = {}
     others: list[str] = []
     for row in rows:
@@ -95,7 +96,7 @@ def _draw_row(axes: Axes, runs: Sequence[Run], row: str, colour: str, marker: st
     shares = [1.0, *(point.survival for point in points)]
     axes.plot(steps, [*shares, shares[-1]], drawstyle="steps-post", color=colour, linewidth=1.6, alpha=0.9)
     axes.plot(steps[1:-1], shares[1:], color=colour, linestyle="none", marker=marker, markersize=4)
-    # Runs that were watched to their end without leaving.
+    # Runs that were observed to their end without the event.
     stayed = sorted({time for time, left in runs if not left})
     heights = [min((point.survival for point in points if point.time <= time), default=1.0) for time in stayed]
     axes.plot(stayed, heights, color=colour, linestyle="none", marker="+", markersize=9, markeredgewidth=1.6)

@@ -1,4 +1,4 @@
-"""The tables of the paper: its numbers, ours beside them, and the rows that only we have."""
+"""The tables of the paper, with our numbers next to the paper's, and rows that only we have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mgk.reproduction.statistics import correlation, mean, show, standard_error,
 Recipes = Mapping[str, Mapping[str, Mapping[str, float]]]
 """Published numbers by recipe, row and metric."""
 SEEDS = 5
-"""As many as the paper has for Long Range Arena."""
+"""Number of seeds, as in the paper for Long Range Arena."""
 
 OURS = {
     "peerread": "test_accuracy",
@@ -33,7 +33,7 @@ OURS = {
     "multi30k": "test_bleu",
     "tatoeba": "test_bleu",
 }
-"""Our own experiments, on data that is at hand, and the number that each is about."""
+"""Our own experiments, on available data, with the metric of each."""
 
 TIMED = ("enwik8", "wikitext2", "multi30k", "tatoeba")
 """Those whose rows are to be compared at equal time as well."""
@@ -88,28 +88,28 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A recipe and a metric."""
+    """A column: a recipe and a metric."""
 
     recipe: str
     metric: Metric
 
 
 def table_names() -> list[str]:
-    """Those of ``paper.yaml``, in its order."""
+    """Return the names of the tables in ``paper.yaml``, in its order."""
     return list(mgk.recipes.paper()["tables"])
 
 
 def table_page(name: str, results: Results, seeds: int = SEEDS) -> Page:
-    """One table of the paper, made again.
+    """Build the page of a table of the paper.
 
     Args:
         name: ``T1`` ... ``T10``, ``variances``, ``likelihood`` or ``size``.
-        results: what we have.
-        seeds: how many each row should have.
+        results: our results.
+        seeds: number of seeds that each row should have.
     """
     table = mgk.recipes.paper()["tables"][name]
     recipes: Recipes = table["recipes"]
-    # Tasks of one row stand beside each other, others below each other.
+    # Tasks that share rows are columns of one table; others have a table each.
     groups = [list(recipes)] if "averages" in table else [[recipe] for recipe in recipes]
     needs = list(
         dict.fromkeys(
@@ -124,7 +124,7 @@ def table_page(name: str, results: Results, seeds: int = SEEDS) -> Page:
         )
     )  # fmt: skip
     used = list(dict.fromkeys((*recipes, *(need.recipe for need in needs))))
-    # Times and memory need no corpus.
+    # A recipe without needs has no available corpus. Times and memory, which need none, are always needs.
     gone = [recipe for recipe in recipes if recipe not in {need.recipe for need in needs}]
     grids = [_grid(group, recipes, table.get("averages"), results) for group in groups]
     grids += [
@@ -146,12 +146,12 @@ def table_page(name: str, results: Results, seeds: int = SEEDS) -> Page:
 
 
 def own_page(name: str, results: Results, seeds: int = SEEDS) -> Page:
-    """The table of an experiment that is ours.
+    """Build the page of one of our own experiments.
 
     Args:
-        name: one of :data:`OURS`, which is that of a recipe.
-        results: what we have.
-        seeds: how many each row should have.
+        name: one of :data:`OURS`, which is the name of a recipe.
+        results: our results.
+        seeds: number of seeds that each row should have.
     """
     recipe = bundled(name)
     shown = metric(OURS[name])
@@ -179,7 +179,7 @@ def own_page(name: str, results: Results, seeds: int = SEEDS) -> Page:
 
 
 def _grid(group: Sequence[str], recipes: Recipes, averages: Mapping[str, float] | None, results: Results) -> Grid:
-    """The rows of the paper, then those that only we have."""
+    """Return a table with the rows of the paper, then the rows that only we have."""
     columns = [
         Column(recipe=recipe, metric=metric(found))
         for recipe in group
@@ -206,7 +206,7 @@ def _grid(group: Sequence[str], recipes: Recipes, averages: Mapping[str, float] 
 
 
 def interval_grids(recipes: Sequence[str], results: Results) -> list[Grid]:
-    """For rows with an accuracy: how far other seeds, and other test items, would move it."""
+    """Return tables of the intervals of accuracies over seeds and over test items."""
     lines = []
     for recipe in recipes:
         order = bundled(recipe).rows
@@ -228,7 +228,7 @@ def interval_grids(recipes: Sequence[str], results: Results) -> list[Grid]:
 
 
 def _seeds_in_common(recipes: Sequence[str], results: Results) -> list[str]:
-    """How much a seed does to two rows alike, which is what a paired test lives on."""
+    """Describe the correlation of rows over common seeds, on which the power of a paired test depends."""
     said = []
     for recipe in recipes:
         values = {row: results.values(recipe, row, ACCURACY) for row in results.rows(recipe)}
@@ -247,7 +247,7 @@ def _seeds_in_common(recipes: Sequence[str], results: Results) -> list[str]:
 
 
 def _stand_in_grid(recipe: str, rows: Mapping[str, Mapping[str, float]], results: Results) -> Grid:
-    """The rows of the paper's table on what stands in for its corpus, then those that only we have."""
+    """Return a table with the rows of the paper's table on a stand-in corpus, then the rows that only we have."""
     other = in_place_of(recipe, results)
     assert is_gone(recipe, results)
     assert other != recipe
@@ -287,7 +287,7 @@ def _line(
 
 
 def show_average(per_task: Sequence[Sequence[float]]) -> str:
-    """The mean of the means of all tasks; its error follows from theirs."""
+    """Format the mean over the means of all tasks, with the error that follows from theirs."""
     if not all(per_task):
         return ""
     centre = mean([mean(values) for values in per_task])

@@ -1,4 +1,4 @@
-"""The figures of the paper about trained models: curves, ranks, attention maps, keys."""
+"""The pages of the paper's figures about trained models: curves, ranks, attention maps, keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mgk.reproduction.stand_ins import explain, in_place_of, name_stand_ins
 from mgk.reproduction.statistics import show
 
 RETRIEVAL = {"lra/retrieval": ("softmax-2", "mgk-1", "mgk-2"), "lra/retrieval-linear": ("linear-2", "mlk-1", "mlk-2")}
-"""Rows of figures 1 and 11, the baseline first."""
+"""Rows of figures 1 and 11, with the baseline first."""
 LANGUAGE = {
     "wikitext103/small": ("softmax-8", "mgk-4", "mgk-8"), "wikitext103/small-linear": ("linear-8", "mlk-4", "mlk-8"),
 }  # fmt: skip
@@ -37,7 +37,7 @@ PICTURES = {
     "F13": ("lra/retrieval", ("softmax-2", "mgk-1", "smgk-1"), "key-projections.png", "Key projections, Retrieval"),
     "F14": ("lra/retrieval", ("softmax-2", "mgk-1", "smgk-1"), "keys.png", "Keys of the first 100 tokens, Retrieval"),
 }  # fmt: skip
-"""Recipe, rows, the file that ``mgk analyze`` draws, and a title."""
+"""Recipe, rows, the file that ``mgk analyze`` draws, and the title."""
 
 _LOSS = Panel(title="training loss", label="cross-entropy, nats", kind="train", key="loss")
 _ACCURACY = Panel(title="validation accuracy", label="accuracy, %", kind="valid", key="accuracy", scale=100.0)
@@ -62,7 +62,7 @@ _CURVES: Mapping[str, tuple[str, Mapping[str, tuple[str, ...]], tuple[Panel, ...
 
 
 def curve_page(name: str, results: Results, folder: Path, seeds: int) -> Page:
-    """Figures 1, 5, 11 and 12."""
+    """Build the page of figure 1, 5, 11 or 12."""
     title, published, panels, key = _CURVES[name]
     title = name_stand_ins(title, list(published), results)
     recipes = {in_place_of(recipe, results): rows for recipe, rows in published.items()}
@@ -108,7 +108,7 @@ def curve_page(name: str, results: Results, folder: Path, seeds: int) -> Page:
 
 
 def analysis_page(name: str, results: Results, folder: Path, seeds: int) -> Page:
-    """Figures 2, 6, 7, 9, 13 and 14."""
+    """Build the page of figure 2, 6, 7, 9, 13 or 14."""
     pictures: list[Path] = []
     grids: list[Grid] = []
     needs: list[Need] = []
@@ -161,7 +161,7 @@ PAGES: Mapping[str, Callable[[str, Results, Path, int], Page]] = {
 
 
 def _last(results: Results, recipe: str, row: str, panels: Sequence[Panel]) -> list[str]:
-    """The end of each curve, for those who want numbers."""
+    """Return the last point of each curve as text."""
     cells = []
     for panel in panels:
         steps, means, _ = learning_curves.points(results.curves(recipe, row), panel)

@@ -1,4 +1,4 @@
-"""Training: recipes made real by one loop that a person can read, :mod:`mgk.training.loop`."""
+"""Training by recipes, with one readable loop, :mod:`mgk.training.loop`."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -47,7 +47,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """On first use: Lightning takes seconds to import, and ``mgk --help`` should not."""
+    """Import a member on first use: Lightning takes seconds to import, for which ``mgk --help`` must not wait."""
     if name not in _HOMES:
         raise AttributeError(f"module 'mgk.training' has no attribute {name!r}")
     return getattr(importlib.import_module(f"mgk.training.{_HOMES[name]}"), name)

@@ -1,7 +1,7 @@
-"""Whether two runs are of one configuration.
+"""Comparison of the configurations of two runs.
 
-A *record* is what a run leaves: the content of a result, of an evaluation, or the manifest of a checkpoint. It has
-``config``, and since format 2 ``model`` (the resolved configuration of the model) and ``packed``.
+A *record* is the content of a result, of an evaluation, or of the manifest of a checkpoint. It has ``config``, and
+since format 2 also ``model`` (the resolved configuration of the model) and ``packed``.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from typing import Any
 from mgk.training.configuration import RunConfig, differences, from_mapping, to_mapping
 from mgk.training.resolved_model import model_differences, model_of_record, resolve_model
 
-# What may differ between a run and its continuation: none of it changes a number.
+# Keys that may differ between a run and its continuation, because they change no number.
 FREE_TO_CHANGE = {
     "name", "row", "data.multiple_of", "training.precision", "data.workers", "data.timeout",
     "training.log_every", "training.checkpoint_every", "training.cuda_graphs", "training.keep_checkpoints",
     "training.max_skipped",
 }  # fmt: skip
 
-# How the sequences of a batch lie in memory. Batches of translation are cut by their padded width, so there it decides
-# which sentences they hold.
+# Keys of the memory layout of a batch. Batches of translation are cut by their padded width, so for them the layout
+# also decides which sentences they hold.
 LAYOUT = {"data.pack", "data.pad_to"}
 _ONLY_LAID_OUT = ("classification", "pairs")
 
 
 def free_to_change(task: str) -> set[str]:
-    """The keys of a configuration that change no number of this task."""
+    """Keys of a configuration that change no number of this task."""
     return FREE_TO_CHANGE | LAYOUT if task in _ONLY_LAID_OUT else FREE_TO_CHANGE
 
 
 def record_of(config: RunConfig) -> dict[str, Any]:
-    """What a run with this configuration would leave, as far as it is known before the run."""
+    """Record of a run with this configuration, as far as it is known before the run."""
     return {"config": to_mapping(config), "model": resolve_model(config)}
 
 
 def run_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Every key in which a record and one of today differ that may change a number, with both values.
+    """Keys that may change a number and differ between an earlier record and one of today, with both values.
 
-    A key that is newer than the record counts as its default. The models are compared as they were built, so it makes
-    no difference whether a value came from the architecture, the recipe or the command line.
+    A key that is newer than the record counts as its default. The models are compared as they were built, whether a
+    value came from the architecture, the recipe or the command line.
     """
     old, new = to_mapping(from_mapping(RunConfig, dict(before["config"]))), now["config"]
     free = free_to_change(new["task"])
@@ -53,10 +53,10 @@ def run_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[s
 
 
 def recipe_differences(record: Mapping[str, Any], config: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """In what a finished run differs from what a recipe says: the key, what it was, and what the recipe has.
+    """Keys in which a finished run differs from a recipe, with the value of the run and that of the recipe.
 
-    Layout and precision are as the machine has them where the recipe leaves them open; where it does not, they have to
-    be so. A precision that the recipe would not have chosen on that device is another one.
+    Where the recipe leaves layout and precision to the machine, any layout agrees, and so does the precision that the
+    recipe would have chosen on that device. Otherwise they must be equal.
     """
     found = run_differences(record, record_of(config))
     if config.task in _ONLY_LAID_OUT and config.data.pack is not None and was_packed(record) != config.data.pack:
@@ -70,12 +70,12 @@ def recipe_differences(record: Mapping[str, Any], config: RunConfig) -> dict[str
 
 
 def was_packed(record: Mapping[str, Any]) -> bool:
-    """Whether the batches of a run were packed; before records said so, only those were that were told to be."""
+    """Whether the batches of a run were packed; for records without ``packed``, whether the configuration set it."""
     return bool(record["packed"] if "packed" in record else record["config"]["data"].get("pack"))
 
 
 def _precisions(name: str, record: Mapping[str, Any]) -> set[str]:
-    """The names in a record of what a configuration asks for."""
+    """Precisions, by their names in records, that agree with the one of a configuration."""
     if name == "auto":
         is_cpu = str(record.get("device", "")).startswith("CPU")
         return {"float32"} if is_cpu else {"bfloat16"}

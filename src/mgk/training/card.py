@@ -1,4 +1,4 @@
-"""The README.md of a finished run, beside its best model: data, metrics, recipe, command, configuration."""
+"""The model card of a finished run, a README.md with its data, metrics, recipe, command and configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from mgk.data.registry import KINDS
 from mgk.models import card
 
-# What the Hub calls the tasks.
+# Names of our tasks on the Hub.
 TASKS = {
     "classification": "text-classification",
     "pairs": "text-classification",
@@ -25,13 +25,13 @@ TASKS = {
 
 
 def write(folder: Path, model: PreTrainedModel, found: Mapping[str, Any], command: str | None) -> None:
-    """Put a card into the folder of a run's best model, unless a person has written one.
+    """Write a card into the folder of a run's best model, unless a person has written one.
 
     Args:
-        folder: of the model.
-        model: the best one.
-        found: the result of the run.
-        command: that made it; ``None`` where no command did.
+        folder: folder of the model.
+        model: best model of the run.
+        found: result of the run.
+        command: command that made the run; ``None`` if no command did.
     """
     if found["config"].get("conversion") is not None:
         card.write(_of_converted(found, command), folder)
@@ -44,7 +44,7 @@ def write(folder: Path, model: PreTrainedModel, found: Mapping[str, Any], comman
 
 
 def _of_converted(found: Mapping[str, Any], command: str | None) -> ModelCard:
-    """Of a model that was converted and trained further; its configuration is that of another library."""
+    """Build the card of a model that was converted and trained further, whose configuration is not ours."""
     source, attention = Path(found["config"]["conversion"]["model"]).name, found["config"]["model"]["attention"]
     data = ModelCardData(
         library_name="transformers", pipeline_tag=TASKS[found["config"]["task"]],
@@ -60,7 +60,7 @@ def _of_converted(found: Mapping[str, Any], command: str | None) -> ModelCard:
 
 
 def evaluations(found: Mapping[str, Any]) -> list[EvalResult]:
-    """Every metric of a result, with the fingerprint of the data as its revision and the seed of the run."""
+    """Return every metric of a result, with the fingerprint of the data as its revision, and the seed of the run."""
     corpus = found["corpus"]
     return [
         EvalResult(
@@ -70,13 +70,13 @@ def evaluations(found: Mapping[str, Any]) -> list[EvalResult]:
         )
         for split, metrics in found["metrics"].items()
         for name, value in metrics.items()
-        # The Hub reads JSON, which has no other numbers.
+        # The Hub reads JSON, which has neither NaN nor infinity.
         if name != "count" and math.isfinite(value)
     ]  # fmt: skip
 
 
 def sections(found: Mapping[str, Any], command: str | None) -> list[tuple[str, str]]:
-    """What a run tells of a model besides what the model itself does."""
+    """Return the sections of a card that describe the run, as headings and texts."""
     corpus, config = found["corpus"], found["config"]
     origin = KINDS[corpus["name"]].origin if corpus["name"] in KINDS else ""
     about = [

@@ -1,13 +1,14 @@
-"""Checkpoints that are whole or not there, and say so.
+"""Checkpoints that are written atomically and verified when they are read.
 
 A checkpoint is a folder::
 
     step-00001500/  manifest.json  config.json  modeling_mgk.py
                     model.safetensors  optimizer.safetensors  random.safetensors
 
-It is written under another name, every file and the folder are flushed to the disk, and then it is renamed: a process
-that dies at any moment leaves the old checkpoints and perhaps a stray ``.writing-*``, which the next run removes. The
-manifest has the SHA-256 of every file, so a damaged checkpoint is found before it is used. Nothing here is a pickle.
+It is written under a temporary name, every file and the folder are flushed to the disk, and then it is renamed. A
+process that dies at any moment leaves the old checkpoints and perhaps a stray ``.writing-*``, which the next run
+removes. The manifest has the SHA-256 of every file, so damage is found before a checkpoint is used. No file is a
+pickle.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ MANIFEST = "manifest.json"
 WRITING, REMOVING = ".writing-", ".removing-"
 
 Write = Callable[[Path], None]
-"""Puts files into a folder."""
+"""A function that writes files into a folder."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk whose files are what they were when it was written."""
+    """A checkpoint on disk, whose files have been verified."""
 
     folder: Path
     manifest: Mapping[str, Any]
@@ -48,14 +49,14 @@ class Checkpoint:
 
 
 def save(folder: Path, kind: str, step: int, content: Mapping[str, Any], write: Write) -> Checkpoint:
-    """Write checkpoint ``folder/kind-step``. One that stands there with the same bytes is kept, another is replaced.
+    """Write the checkpoint ``folder/kind-step``. An identical one is kept, and a different one is replaced.
 
     Args:
-        folder: where checkpoints are kept.
-        kind: what its name begins with.
-        step: which step.
-        content: goes into the manifest.
-        write: puts the files into a folder.
+        folder: folder of the checkpoints.
+        kind: prefix of its name.
+        step: step of the checkpoint.
+        content: content of the manifest.
+        write: writes the files into a folder.
     """
     target = place(folder, kind, step)
     temporary = folder / f"{WRITING}{target.name}-{os.getpid()}"
@@ -71,7 +72,7 @@ def save(folder: Path, kind: str, step: int, content: Mapping[str, Any], write: 
             for path in temporary.iterdir():
                 _flush(path)
             _flush(temporary)
-            # Kept, if it says the same: between removing and renaming there would be none.
+            # An identical checkpoint is kept, because between removing and renaming there would be none.
             with contextlib.suppress(CheckpointError):
                 found = read(target)
                 if found.manifest["files"] == files:
@@ -89,7 +90,7 @@ def save(folder: Path, kind: str, step: int, content: Mapping[str, Any], write: 
 
 
 def read(folder: Path) -> Checkpoint:
-    """The checkpoint in a folder, every byte of it checked."""
+    """Read the checkpoint in a folder, and verify every byte of it."""
     manifest = _manifest(folder)
     with _typed_damage(folder):
         for name, expected in manifest["files"].items():
@@ -103,11 +104,11 @@ def read(folder: Path) -> Checkpoint:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says about itself, if it is what was written."""
+    """Read the manifest of a checkpoint, and verify its checksum."""
     with _typed_damage(folder):
         text = (folder / MANIFEST).read_text(encoding="utf-8")
         manifest: dict[str, Any] = json.loads(text)["content"]
-        # The text itself, not what it says: 1e-05 and 1E-05 are one bit apart, and one number.
+        # The text is compared, not the parsed content: 1e-05 and 1E-05 are one number, but differ in a bit.
         if _with_checksum(manifest) != text:
             raise CheckpointError(f"{folder / MANIFEST} must have the checksum that it names, got another")
         if manifest["format"] != FORMAT:
@@ -120,7 +121,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _typed_damage(folder: Path) -> Iterator[None]:
-    """Whatever a damaged checkpoint makes of the code that reads it, as one kind of error."""
+    """Convert every error that reading a damaged checkpoint can raise to :class:`CheckpointError`."""
     try:
         yield
     except CheckpointError:
@@ -130,17 +131,17 @@ def _typed_damage(folder: Path) -> Iterator[None]:
 
 
 def place(folder: Path, kind: str, step: int) -> Path:
-    """Where the checkpoint of a step is, or would be."""
+    """Path of the checkpoint of a step, which need not exist."""
     return folder / f"{kind}-{step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint's name says."""
+    """Step in the name of a checkpoint."""
     return int(path.name.rsplit("-", 1)[1])
 
 
 def candidates(folder: Path, kind: str) -> list[Path]:
-    """All checkpoints of a kind, unchecked, the newest first."""
+    """Paths of all checkpoints of a kind, not verified, the newest first."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if re.fullmatch(rf"{re.escape(kind)}-\d{{8,}}", path.name)]
@@ -148,7 +149,7 @@ def candidates(folder: Path, kind: str) -> list[Path]:
 
 
 def newest(folder: Path, kind: str, report: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that is whole; damaged ones are named to ``report`` and skipped."""
+    """Return the newest undamaged checkpoint; damaged ones are reported and skipped."""
     for path in candidates(folder, kind):
         try:
             return read(path)
@@ -158,7 +159,7 @@ def newest(folder: Path, kind: str, report: Callable[[str], None]) -> Checkpoint
 
 
 def prune(folder: Path, kind: str, keep: int) -> list[Checkpoint]:
-    """Remove all but the newest, and what a process that died has left behind. Those that stay, without the damaged."""
+    """Remove all but the newest ``keep`` and the leftovers of dead processes. Return the undamaged remaining ones."""
     found = candidates(folder, kind)
     for path in found[keep:]:
         remove(path)
@@ -171,7 +172,7 @@ def prune(folder: Path, kind: str, keep: int) -> list[Checkpoint]:
 
 
 def clean(folder: Path) -> None:
-    """Remove what a process that died was writing or removing. Only for the one that holds the lock."""
+    """Remove what a dead process was writing or removing. Call it only while holding the lock."""
     if folder.is_dir():
         for path in folder.iterdir():
             if path.name.startswith((WRITING, REMOVING)):
@@ -179,7 +180,7 @@ def clean(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: out of sight first, so that nobody sees a part of it."""
+    """Remove a checkpoint. It is renamed first, so that no reader sees a part of it."""
     if path.exists():
         aside = path.with_name(f"{REMOVING}{path.name}-{os.getpid()}")
         shutil.rmtree(aside, ignore_errors=True)
@@ -188,7 +189,7 @@ def remove(path: Path) -> None:
 
 
 def _with_checksum(manifest: Mapping[str, Any]) -> str:
-    """The text of a manifest's file."""
+    """Return the text of a manifest file, with its checksum."""
     digest = hashlib.sha256(json.dumps(manifest, indent=1, sort_keys=True).encode()).hexdigest()
     return json.dumps({"sha256": digest, "content": manifest}, sort_keys=True)
 
@@ -198,11 +199,11 @@ def _describe(path: Path) -> dict[str, Any]:
 
 
 def _flush(path: Path) -> None:
-    """To the disk itself; a folder's entries, too, where the system knows how."""
+    """Flush a file to the disk, or the entries of a folder where the system supports it."""
     is_folder = path.is_dir()
     if is_folder and os.name == "nt":
         return
-    # Windows flushes only what may be written.
+    # Windows flushes only files that are open for writing.
     handle = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
     try:
         os.fsync(handle)
@@ -216,12 +217,12 @@ def _flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def _typed_errors(folder: Path, temporary: Path) -> Iterator[None]:
-    """What writing can fail with, as one kind of error that says how much room there is."""
+    """Convert errors of writing to :class:`CheckpointWriteError`, with the free space in the message."""
     try:
         yield
     except Exception as error:
         text = str(error)
-        # safetensors wraps what the system said into its own error.
+        # safetensors wraps the error of the system into its own.
         wrapped = re.search(r"os error (\d+)", text)
         number = getattr(error, "errno", None) or (int(wrapped.group(1)) if wrapped is not None else 0)
         if number not in errno.errorcode:

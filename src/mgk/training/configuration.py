@@ -1,4 +1,4 @@
-"""What a run is made of: plain dataclasses, read from YAML, with every value checked."""
+"""The configuration of a run: plain dataclasses, read from YAML, with every value checked."""
 
 from __future__ import annotations
 
@@ -25,31 +25,36 @@ UNBOUNDED = math.inf
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which corpus, and how its batches are made."""
+    """The corpus, and how its batches are made."""
 
     corpus: str
-    """Its name: ``mgk data list``."""
+    """Name of the corpus: see ``mgk data list``."""
     options: dict[str, Any] = field(default_factory=dict)
-    """What ``mgk data prepare`` takes for it."""
+    """Options of ``mgk data prepare`` for the corpus."""
     longest: int = 4096
-    """Sequences are cut to so many tokens; the length of a window in language modelling. Sentences are never cut."""
+    """Length in tokens to which sequences are cut, and length of a language model's window. Sentences are never cut."""
     by_length: bool = True
-    """Put sequences of similar length into one batch, which is then padded to its longest."""
+    """Group sequences of similar length into batches, which are padded to their longest sequence."""
     pad_to: int | None = None
-    """Pad every sequence to this length instead, as the published code does; the result is the same, only slower."""
+    """Pad every sequence to this length instead, as the published code does. Results are the same, but slower."""
     pack: bool | None = None
-    """Put the sequences of a batch one after the other instead of padding them. A batch has the same loss and
-    gradients, only faster where the fused kernels take it and lengths differ much. ``None``: for classification and
-    pairs on a GPU in half precision, but not with linear attention, nor where EM sets the priors; a run that goes on
-    keeps what it began with. (Batches of translation are cut by their padded width, so packed ones hold other sentences
-    where widths are rounded up: never, unless told.)"""
+    """Pack the sequences of a batch one after the other instead of padding them.
+
+    A batch has the same loss and gradients, but is faster where the fused kernels support it and lengths differ much.
+    ``None`` packs for classification and pairs on a GPU in half precision, except with linear attention or EM priors; a
+    resumed run keeps its first choice. (Translation is packed only if this is true: its batches are cut by their padded
+    width, so if widths are rounded up, packed batches hold other sentences.)
+    """
     multiple_of: int | None = None
-    """Round the longest up to a multiple of this, or the tokens of a packed batch; ``None``: on a GPU, where shapes are
-    compiled and recorded, 64, or 8 for sentences; packed at most 1024, or 256 for sentences; 1 elsewhere."""
+    """Round the padded length, or the tokens of a packed batch, up to a multiple of this.
+
+    ``None`` is 1 on a CPU. On a GPU, where shapes are compiled and captured, it is 64 (8 for sentences), and for packed
+    batches at most 1024 (256 for sentences).
+    """
     workers: int = 1
-    """Threads that make batches while the model is busy; 0 makes each when it is needed."""
+    """Number of threads that make batches ahead; 0 makes each batch when it is needed."""
     timeout: float = 600.0
-    """Seconds after which a batch that does not come is an error."""
+    """Seconds after which waiting for a batch is an error."""
 
     def __post_init__(self) -> None:
         _at_least("data.longest", self.longest, 1)
@@ -65,12 +70,12 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A model by name, and what is different about it."""
+    """A model by name, with changes."""
 
     architecture: str
-    """One of :data:`mgk.models.ARCHITECTURES`, or ``converted``, which is that of the model in ``conversion``."""
+    """One of :data:`mgk.models.ARCHITECTURES`, or ``converted`` for the architecture of the model in ``conversion``."""
     changes: dict[str, Any] = field(default_factory=dict)
-    """Fields of :class:`mgk.models.MGKConfig`. In YAML they stand beside ``architecture``."""
+    """Fields of :class:`mgk.models.MGKConfig` to override. In YAML they are written beside ``architecture``."""
 
     @property
     def has_em_prior(self) -> bool:
@@ -83,7 +88,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionConfig:
-    """Which model becomes one of mixtures, how it starts, and what it learns from the one that it was."""
+    """The model to convert, how the converted model starts, and what it learns from the original."""
 
     model: str
     """A folder, a name below ``$MGK_WEIGHTS``, or a name on the Hub."""
@@ -92,13 +97,13 @@ class ConversionConfig:
     fade_steps: int = 1000
     """Updates over which the bias of the start ``near`` fades out."""
     pooling: Literal["neighbours", "similar"] = "neighbours"
-    """Which key/value heads become one where there are fewer."""
+    """Which key/value heads are merged if there are to be fewer."""
     perturbation: float = 0.01
     """How far equal keys are moved apart."""
     distillation: float = 0.0
-    """Share of the loss that is the divergence from the model before its conversion; the rest is cross-entropy."""
+    """Weight in the loss of the divergence from the original model; the rest is cross-entropy."""
     temperature: float = 1.0
-    """By which the logits of both models are divided for that divergence."""
+    """Divisor of both models' logits in that divergence."""
 
     def __post_init__(self) -> None:
         _at_least("conversion.fade_steps", self.fade_steps, 1)
@@ -111,7 +116,7 @@ class ConversionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW. Biases, gains and mixture parameters are never decayed."""
+    """Options of AdamW. Biases, gains and mixture parameters are never decayed."""
 
     lr: float
     """The highest learning rate of the schedule."""
@@ -131,13 +136,13 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """The learning rate over the steps: see :mod:`mgk.training.schedule`."""
+    """The schedule of the learning rate: see :mod:`mgk.training.schedule`."""
 
     kind: Literal["onecycle", "cosine", "inverse_sqrt", "constant"]
     warmup: int = 0
-    """Steps until the highest learning rate."""
+    """Number of steps until the highest learning rate."""
     initial: float = 0.0
-    """Learning rate of the very first step (not of ``onecycle``, which starts at a 25th of the highest)."""
+    """Learning rate of the first step (``onecycle`` ignores it and starts at a 25th of the highest)."""
 
     def __post_init__(self) -> None:
         _at_least("schedule.warmup", self.warmup, 0)
@@ -149,35 +154,36 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """The loop."""
+    """Options of the training loop."""
 
     steps: int
-    """Updates of the optimiser."""
+    """Number of optimiser updates."""
     batch_size: int | None = None
-    """Samples (or rows of a language model's windows) of one update, over all ranks and micro-batches."""
+    """Samples (for a language model, windows) in one update, over all ranks and micro-batches."""
     max_tokens: int | None = None
-    """Tokens of one update in translation instead, padding counted, over all ranks and micro-batches."""
+    """For translation, tokens in one update instead, with padding, over all ranks and micro-batches."""
     accumulate: int = 1
-    """Micro-batches of one update."""
+    """Number of micro-batches in one update."""
     clip_norm: float | None = None
-    """Scale gradients down to this norm; ``None``: never."""
+    """Norm to which gradients are clipped; ``None`` does not clip."""
     label_smoothing: float = 0.0
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """``auto`` is bf16 on a GPU that has it, fp32 elsewhere. Weights stay fp32; bf16 and fp16 are autocast."""
     compile: bool | None = None
-    """Use ``torch.compile``; ``None``: on a GPU."""
+    """Use ``torch.compile``; ``None`` does so on a GPU."""
     cuda_graphs: bool | None = None
-    """Replay recorded updates; ``None``: where :func:`mgk.training.graphs.unsupported` has nothing against it."""
+    """Capture updates in CUDA graphs; ``None`` does so unless :func:`mgk.training.graphs.unsupported` has a reason."""
     log_every: int = 50
     """Steps between two lines of the log."""
     checkpoint_every: int = 1000
-    """Steps between two checkpoints. A signal and the end of the run write one in any case."""
+    """Steps between two checkpoints. A signal and the end of the run always write one."""
     keep_checkpoints: int = 2
-    """How many of the newest stay."""
+    """Number of newest checkpoints to keep."""
     max_skipped: int = 10
-    """Updates in a row that may be skipped, because loss or gradient was not finite or leapt, before the run stops."""
+    """Updates in a row that may be skipped, because loss or gradient is not finite or the loss leaps, before the run
+    stops."""
     max_loss_ratio: float = 100.0
-    """An update is skipped where the loss exceeds this many times its running mean (and 0.1)."""
+    """Skip an update if the loss exceeds its running mean (at least 0.1) by this factor."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "accumulate", "log_every", "checkpoint_every", "keep_checkpoints"):
@@ -196,16 +202,16 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
-    """When and on what the model is tried."""
+    """When and on how much data the model is validated."""
 
     every: int
-    """Steps between two validations; the last step validates in any case."""
+    """Steps between two validations. The last step always validates."""
     batch_size: int = 128
     """Samples (or windows) of one batch, on one rank."""
     metric: Literal["accuracy", "loss", "bleu"]
-    """Which one chooses the best checkpoint."""
+    """Metric that chooses the best checkpoint."""
     limit: int | None = None
-    """Batches for accuracy or loss (BLEU always has all); ``None``: all of them, as a published result has."""
+    """Number of batches for accuracy or loss (BLEU always uses all); ``None`` is all, as for published results."""
 
     def __post_init__(self) -> None:
         _at_least("validation.every", self.every, 1)
@@ -216,12 +222,12 @@ class ValidationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One run: everything that decides its numbers."""
+    """The configuration of one run: everything that decides its numbers."""
 
     name: str
-    """The recipe."""
+    """Name of the recipe."""
     row: str = ""
-    """Which line of its comparison, such as ``smgk-4``."""
+    """Row of the recipe's comparison, such as ``smgk-4``."""
     task: Literal["classification", "pairs", "language", "translation", "uptraining"]
     data: DataConfig
     model: ModelConfig
@@ -231,11 +237,11 @@ class RunConfig:
     validation: ValidationConfig
     seed: int = 0
     conversion: ConversionConfig | None = None
-    """Of uptraining alone."""
+    """The conversion; only for uptraining."""
 
     def __post_init__(self) -> None:
         _at_least("seed", self.seed, 0)
-        # Each rank adds to it, and torch takes 64 bits.
+        # Each rank adds its number to the seed, and torch takes 64 bits.
         if self.seed >= 2**63:
             raise ValueError(f"seed must be below 2**63, got {self.seed}")
         if self.schedule.initial > self.optimizer.lr:
@@ -290,11 +296,11 @@ class RunConfig:
 
 
 def from_mapping(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
-    """A dataclass from nested mappings, such as YAML gives. Unknown keys and wrong types are refused."""
+    """Build a dataclass from nested mappings, such as YAML has. Unknown keys and wrong types are errors."""
     if not isinstance(values, Mapping):
         raise TypeError(f"{where or 'the configuration'} must be a mapping, got {values!r}")
     if kind is ModelConfig:
-        # Its own fields are not ours to check: MGKConfig knows them.
+        # MGKConfig checks the fields of a model.
         values = {"architecture": values.get("architecture"), "changes": _without(values, "architecture")}
     hints = _type_hints(kind)  # type: ignore[arg-type]
     known = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
@@ -311,17 +317,17 @@ def from_mapping(kind: type[T], values: Mapping[str, Any], where: str = "") -> T
 
 @functools.cache
 def _type_hints(kind: type) -> dict[str, Any]:
-    # They are written as text, and to evaluate it takes longer than all the rest.
+    # Cached, because evaluating annotations that are stored as text takes longer than all the rest.
     return typing.get_type_hints(kind)
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
-    """The inverse of :func:`from_mapping`: nested dictionaries of what JSON and YAML can hold."""
+    """The inverse of :func:`from_mapping`: nested dictionaries that JSON and YAML can represent."""
     result: dict[str, Any] = {}
     for described in dataclasses.fields(config):
         value = getattr(config, described.name)
         if value is None and described.name == "conversion":
-            # Most runs convert nothing, and look as they did before there was such a thing.
+            # Left out for runs without a conversion, so that they look like records from before there was one.
             continue
         if isinstance(value, ModelConfig):
             value = {"architecture": value.architecture, **value.changes}
@@ -334,7 +340,7 @@ def to_mapping(config: Any) -> dict[str, Any]:
 
 
 def override(values: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
-    """Apply ``key.key=value`` to nested mappings; values are YAML. Whether the keys exist is for later to say."""
+    """Apply changes ``key.key=value``, whose values are YAML, to nested mappings. Keys are checked later."""
     result = merge({}, values)
     for change in changes:
         path, separator, text = change.partition("=")
@@ -351,7 +357,7 @@ def override(values: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested mappings laid over each other; ``changes`` win."""
+    """Merge nested mappings; ``changes`` override ``base``."""
     result = dict(base)
     for key, value in changes.items():
         before = result.get(key)
@@ -363,7 +369,7 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> dict[str, tuple[Any, Any]]:
-    """Every key whose value differs, by its path, with the old and the new value."""
+    """Return every key whose value differs, by its path, with the old and the new value."""
     found: dict[str, tuple[Any, Any]] = {}
     for key in sorted({*old, *new}):
         before, after = old.get(key), new.get(key)
@@ -375,7 +381,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 takes 1e-4 for text, and "on" for true. YAML 1.2 does neither."""
+    """A loader with the scalars of YAML 1.2, because YAML 1.1 reads 1e-4 as text and "on" as true."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -393,7 +399,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|fals
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """YAML without any type of its own: numbers, text, lists and mappings."""
+    """Parse YAML that consists of numbers, text, lists and mappings alone."""
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -401,7 +407,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file that holds a mapping."""
+    """Read a YAML file that holds a mapping."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -413,7 +419,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _convert(kind: Any, value: Any, where: str) -> Any:
-    """``value`` as this type, if it is one; nothing is guessed."""
+    """Convert ``value`` to this type, or raise an error. Nothing is guessed."""
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         if value is None and type(None) in options:

@@ -1,4 +1,4 @@
-"""The corpus of a run: the one that is prepared, or prepared now."""
+"""Opening the corpus of a run, which is prepared first if necessary."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def open_or_prepare(
     folder: str | Path | None = None,
     progress: Progress = no_progress,
 ) -> Corpus:
-    """Map the corpus that a run asks for; prepare it where it is not there with these options.
+    """Map the corpus of a run into memory, after preparing it if it does not exist with these options.
 
     Args:
-        data: which corpus, with which options.
-        source: folder of the raw files; ``None``: ``$MGK_DATA``.
-        folder: where the prepared corpus is; ``None``: the usual place, with another name for other options.
-        progress: shows how far it is.
+        data: the corpus and its options.
+        source: folder of the raw files; ``None`` is ``$MGK_DATA``.
+        folder: folder of the prepared corpus; ``None`` is the default folder for these options.
+        progress: shows the progress of preparing.
     """
     kind = registry.find_kind(data.corpus)
     wanted = check_options(data.corpus, data.options, kind.options)
@@ -36,14 +36,14 @@ def open_or_prepare(
     except DataError:
         return registry.prepare(data.corpus, source, place, progress, **data.options)
     found = corpus.manifest["options"]
-    # Options that the manifest does not name do not change the data.
+    # Options that are not in the manifest do not change the data.
     if any(found[key] != json.loads(json.dumps(wanted[key])) for key in found if key in wanted):
         return registry.prepare(data.corpus, source, place, progress, **data.options)
     return corpus
 
 
 def default_folder(data: DataConfig) -> Path:
-    """Where the corpus of these options is kept unless told."""
+    """Default folder of the corpus with these options."""
     usual = registry.default_folder(data.corpus)
     defaults = registry.find_kind(data.corpus).options
     others = {key: value for key, value in data.options.items() if key not in defaults or value != defaults[key]}

@@ -1,4 +1,4 @@
-"""One process or many: Fabric, and state that is the same whether weights are whole or in shards."""
+"""Distributed training: building Fabric, and state that does not depend on how weights are sharded."""
 
 from __future__ import annotations
 
@@ -27,14 +27,11 @@ Module = TypeVar("Module", bound=nn.Module)
 def build_fabric(
     *, device: str = "auto", devices: int | None = None, nodes: int = 1, strategy: Strategy = "auto"
 ) -> Fabric:
-    """Processes for a run. ``launch()`` starts the others, or joins those that torchrun or SLURM have started.
+    """Build the Fabric of a run, whose ``launch()`` starts its processes or joins those of torchrun or SLURM.
 
-    Args:
-        device: ``cpu``, ``cuda`` or ``auto``.
-        devices: processes on each node, a device each; ``None``: one.
-        nodes: machines.
-        strategy: ``ddp`` keeps a whole model on each device, ``fsdp2`` a shard; ``auto`` is ``ddp`` where there are
-            several.
+    Args: device: ``cpu``, ``cuda`` or ``auto``. devices: number of processes on each node, with one device each;
+        ``None`` is one. nodes: number of nodes. strategy: ``ddp`` keeps a whole model on each device, ``fsdp2`` a
+        shard; ``auto`` is ``ddp`` if there are several devices.
     """
     if strategy not in ("auto", "ddp", "fsdp2"):
         raise ValueError(f"--strategy must be one of auto, ddp, fsdp2, got {strategy!r}")
@@ -54,20 +51,20 @@ def build_fabric(
     if strategy == "fsdp2":
         chosen = ModelParallelStrategy(shard, data_parallel_size=count * nodes, tensor_parallel_size=1)
     elif strategy == "ddp" or count * nodes > 1:
-        # The mixture's parameters get a gradient even where it is zero, so there is nothing to search for.
+        # Mixture parameters always get a gradient, even a zero one, so there are no unused parameters.
         chosen = DDPStrategy(find_unused_parameters=False)
     return Fabric(accelerator=accelerator, devices=count, num_nodes=nodes, strategy=chosen, precision="32-true")
 
 
 def _check_launcher(devices: int, nodes: int) -> None:
-    """Refuse what torchrun or srun has started if it cannot end well."""
+    """Refuse launches by torchrun or srun that cannot work."""
     environ = os.environ
-    # First, since torchrun itself may have been started by srun.
+    # torchrun is checked first, because srun may have started it.
     if dist.is_torchelastic_launched():
         launcher, started = "torchrun", int(environ["WORLD_SIZE"])
         restarts = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
         if restarts > 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # https://github.com/pytorch/pytorch/issues/135712: new processes find the addresses of the dead ones.
+            # https://github.com/pytorch/pytorch/issues/135712: restarted processes read the addresses of the dead ones.
             raise ValueError(
                 f"torchrun must have --standalone or --rdzv-backend c10d, and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in "
                 f"its environment, got --max-restarts {restarts} without: what it starts again would hang"
@@ -75,7 +72,7 @@ def _check_launcher(devices: int, nodes: int) -> None:
     else:
         launcher, started = "srun", int(environ.get("SLURM_STEP_NUM_TASKS", "0"))
     if started > 1 and started != devices * nodes:
-        # Else each would train alone, all in one folder.
+        # Otherwise each process would train alone, and all of them in one folder.
         raise ValueError(
             f"--devices times --nodes must be the {started} processes that {launcher} has started, "
             f"got {devices} times {nodes}"
@@ -83,7 +80,7 @@ def _check_launcher(devices: int, nodes: int) -> None:
 
 
 def shard(model: Module, mesh: DeviceMesh) -> Module:
-    """FSDP2: every layer's weights, and the rest, in shards over the data-parallel ranks."""
+    """Apply FSDP2: shard the weights of every layer, and then the rest, over the data-parallel ranks."""
     group = mesh["data_parallel"]
     for module in model.modules():
         if isinstance(module, MGKLayer):
@@ -93,7 +90,7 @@ def shard(model: Module, mesh: DeviceMesh) -> Module:
 
 
 def on_first_rank(fabric: Fabric, action: Callable[[], object]) -> None:
-    """Do something on the first rank while the others wait. What goes wrong there ends all of them."""
+    """Run ``action`` on the first rank while the others wait. An error there ends all ranks."""
     problem: Exception | None = None
     if fabric.is_global_zero:
         try:
@@ -110,14 +107,14 @@ def on_first_rank(fabric: Fabric, action: Callable[[], object]) -> None:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor with all its shards, on the CPU. Every rank has to ask."""
+    """Gather a tensor from all its shards on the CPU. Every rank must call it."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
 @torch.no_grad()
 def write_into(target: Tensor, value: Tensor) -> None:
-    """Copy a whole tensor into one that may be in shards. Every rank has to call."""
+    """Copy a whole tensor into one that may be sharded. Every rank must call it."""
     if isinstance(target, DTensor):
         target.copy_(distribute_tensor(value.to(target.device), target.device_mesh, target.placements))
     else:
@@ -125,14 +122,14 @@ def write_into(target: Tensor, value: Tensor) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Every generator that anything here could draw from."""
+    """Seed every random generator that training may draw from."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
     torch.manual_seed(seed)
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """The state of all generators of this process, as bytes."""
+    """Return the state of all random generators of this process, as bytes."""
     version, numbers, gauss = random.getstate()
     assert version == 3
     name, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002
@@ -150,8 +147,8 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """The inverse of :func:`random_state`."""
-    # Cloned: of a row of a larger tensor torch reads the first row, or beyond the last.
+    """Restore the state that :func:`random_state` returned."""
+    # Cloned, because for a row of a larger tensor torch reads from the start of the storage, or beyond its end.
     torch.set_rng_state(states["torch"].clone())
     numbers, (gauss, is_none) = _arrays(states["python"], 2)
     random.setstate((3, tuple(map(int, numbers)), None if is_none else float(gauss)))
@@ -162,12 +159,12 @@ def set_random_state(states: Mapping[str, Tensor], device: torch.device) -> None
 
 
 def gather(fabric: Fabric, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors of every rank, stacked: ``[ranks, ...]``, on the CPU."""
+    """Gather the tensors of every rank, stacked as ``[ranks, ...]`` on the CPU."""
     if fabric.world_size == 1:
         return {name: state[None] for name, state in states.items()}
     gathered = {}
     for name, state in states.items():
-        # As integers: not every backend sends bytes.
+        # Sent as integers, because not every backend can send bytes.
         sent = state.to(fabric.device, torch.int32)
         received = [torch.empty_like(sent) for _ in range(fabric.world_size)]
         dist.all_gather(received, sent)
@@ -176,7 +173,7 @@ def gather(fabric: Fabric, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The norm of all gradients together, over shards, too."""
+    """Norm of all gradients together, including all shards."""
     norm = torch.nn.utils.get_total_norm(list(gradients))
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 

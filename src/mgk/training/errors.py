@@ -1,4 +1,4 @@
-"""What a training run can fail with that is not a plain ``ValueError``."""
+"""Errors of a training run other than plain ``ValueError``."""
 
 
 class CheckpointError(ValueError):
@@ -6,7 +6,7 @@ class CheckpointError(ValueError):
 
 
 class CheckpointWriteError(OSError):
-    """A checkpoint could not be written. Those before it are untouched."""
+    """A checkpoint could not be written. Earlier ones are untouched."""
 
 
 class RunLockedError(RuntimeError):
@@ -18,4 +18,4 @@ class NonFiniteError(RuntimeError):
 
 
 class Interrupted(Exception):
-    """A signal came."""
+    """A signal has interrupted the run."""

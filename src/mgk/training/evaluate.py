@@ -1,4 +1,4 @@
-"""A finished run, tested the way the paper tests."""
+"""Evaluation of a finished run with the paper's protocol."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ def evaluate_run(
     precision: str = "auto",
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
-    """Test the best model of a run; also written to ``evaluation-SPLIT.json`` there.
+    """Test the best model of a run, and write the metrics to ``evaluation-SPLIT.json`` in its folder.
 
-    Classification gives the accuracy over every sample. A language model gives the perplexity of disjoint windows, and
-    of a sliding one, which is what the paper reports. Translation gives the loss, sacreBLEU with its signature, and
-    tokenised lower-case BLEU.
+    Classification has the accuracy over all samples. A language model has the perplexity of disjoint windows, and that
+    of a sliding window, which the paper reports. Translation has the loss, sacreBLEU with its signature, and tokenised
+    lower-case BLEU.
 
     Args:
-        folder: of the run.
-        split: which part of the corpus.
-        stride: of the sliding window; ``None``: do not slide.
-        beams: of the search in translation.
-        length_penalty: of the search: its scores are divided by the length to this power.
-        source: folder of the raw files, where the corpus has yet to be prepared.
+        folder: folder of the run.
+        split: split of the corpus.
+        stride: stride of the sliding window; ``None`` leaves it out.
+        beams: number of beams in translation.
+        length_penalty: power of the length by which the scores of beam search are divided.
+        source: folder of the raw files, needed if the corpus is not prepared yet.
         device: ``cpu``, ``cuda`` or ``auto``.
-        precision: ``auto`` is what the recipe says, for this device.
-        progress: shows how far it is.
+        precision: precision of the forward pass; ``auto`` is that of the recipe on this device.
+        progress: shows the progress.
     """
     config, task, found = open_run(folder, source=source, progress=progress)
     stride = None if stride is None else min(stride, config.data.longest)
     if split not in task.corpus.splits or split == "documents":
         known = ", ".join(name for name in task.corpus.splits if name != "documents")
         raise ValueError(f"--split must be one of {known}, got {split!r}")
-    # Also the device's name is checked there.
+    # build_fabric also checks the name of the device.
     place = build_fabric(device=device).device
     named = config.training.precision if precision == "auto" else precision
     if named not in ("auto", "fp32", "bf16", "fp16"):
@@ -106,21 +106,22 @@ def evaluate_run(
 def open_run(
     folder: Path, *, source: Path | None = None, progress: Progress = no_progress
 ) -> tuple[RunConfig, Task, checkpoint.Checkpoint]:
-    """The configuration of a run, its task with the corpus, and its best model."""
+    """Return the configuration of a run, its task with the corpus, and the checkpoint of its best model."""
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} must be the folder of a run, got no {CONFIG} there")
     config = from_mapping(RunConfig, read_yaml(folder / CONFIG))
     found = newest_best(folder)
-    # The model of then, whatever its architecture's name stands for today.
+    # Rebuild the model of the run, even if the name of its architecture means another one today.
     config = with_model_of_record(config, found.manifest)
-    # A limit is for validation during training: here everything counts. And BLEU is measured here, with other settings.
+    # The limit applies only to validation during training; here every batch counts. BLEU is measured here with other
+    # settings, so the task measures only the loss.
     changes: dict[str, Any] = {"metric": "loss"} if config.task == "translation" else {}
     whole = dataclasses.replace(config, validation=dataclasses.replace(config.validation, limit=None, **changes))
     return config, build_task(whole, open_or_prepare(config.data, source=source, progress=progress)), found
 
 
 def newest_best(folder: Path) -> checkpoint.Checkpoint:
-    """The checkpoint of the best validation."""
+    """Return the checkpoint with the best validation metric."""
     damaged: list[str] = []
     found = checkpoint.newest(folder / CHECKPOINTS, BEST, damaged.append)
     if found is None:

@@ -1,4 +1,4 @@
-"""One writer for a run folder."""
+"""A lock that allows one writer per run folder."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mgk.training.errors import RunLockedError
 try:
     import fcntl
 except ImportError:  # pragma: no cover
-    # Windows has no such locks: there two jobs in one folder are on their own.
+    # Windows has no such locks, so there nothing prevents two jobs in one folder.
     fcntl = None  # type: ignore[assignment]
 
 LOCK = "lock"
 
 
 class RunLock:
-    """Held while a process writes to a folder. The system lets go of it when the process ends, however it ends."""
+    """Context that locks a folder for one process. The system releases the lock when the process ends in any way."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOCK
@@ -36,7 +36,7 @@ class RunLock:
                     f"{self.path.parent} must have one writer, got a second: process {owner} is at work there"
                 ) from error
             except OSError as error:
-                # Some network file systems have no locks. A run is worth more than the warning against a second one.
+                # Some network file systems have no locks. The run then goes on without one, with a warning.
                 warnings.warn(
                     f"{self.path} cannot be locked, so nobody watches over two writers: {error}", stacklevel=2
                 )

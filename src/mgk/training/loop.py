@@ -1,10 +1,11 @@
-"""The training loop: update, validate, save, and go on where it stopped.
+"""The training loop: update, validate, save and resume.
 
 A run lives in a folder::
 
     config.yaml  metrics.jsonl  tensorboard/  checkpoints/  result.json
 
-:class:`Trainer` is one run: ``for step in trainer.steps()`` makes it; :func:`mgk.training.fit` does all of it.
+:class:`Trainer` is one run, which ``for step in trainer.steps()`` carries out. :func:`mgk.training.fit` also tests the
+best model and writes the result.
 """
 
 from __future__ import annotations
@@ -51,16 +52,11 @@ STEP, BEST = "step", "best"
 
 
 class Trainer:
-    """One run in a folder. It goes on from the newest whole checkpoint there, if there is one.
+    """One run in a folder, which resumes from the newest undamaged checkpoint there, if there is one.
 
-    Args:
-        config: everything that decides the numbers.
-        folder: of the run.
-        corpus: prepared.
-        fabric: launched.
-        resume: ``auto`` goes on if there is a checkpoint, ``never`` wants none to be there, a step wants that one.
-        display: shows how far it is.
-        stop: remembers signals.
+    Args: config: everything that decides the numbers. folder: folder of the run. corpus: prepared corpus. fabric:
+        launched Fabric. resume: ``auto`` resumes if there is a checkpoint, ``never`` refuses a folder with checkpoints,
+        and a step resumes from the checkpoint of that step. display: shows the progress. stop: records signals.
     """
 
     def __init__(
@@ -92,12 +88,12 @@ class Trainer:
         self.model = self.task.build_model().train()
         self._compile()
         self._wrapped = fabric.setup_module(self.model)
-        # Fused: it can skip an update on the device, before the host knows of anything.
+        # A fused optimiser can skip an update on the device, without asking the host.
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.model, config.optimizer.weight_decay),
             lr=config.optimizer.lr, betas=config.optimizer.betas, eps=config.optimizer.eps, fused=True,
         )  # fmt: skip
-        # Each rank drops out other units.
+        # Each rank needs its own dropout masks.
         seed_everything(config.seed + 1_000_003 * self.share.rank)
         self._resume(resume)
 
@@ -120,7 +116,7 @@ class Trainer:
             self._curves = Curves(folder, state.step, state.validated, self._say)
 
     def steps(self) -> Iterator[int]:
-        """Make the run, one update after the other; gives the number of updates done."""
+        """Run the updates one by one, and yield the number of updates done after each."""
         training, validation = self.config.training, self.config.validation
         stream = self._stream()
         self._clock = time.perf_counter()
@@ -151,7 +147,7 @@ class Trainer:
                 self._curves.close()
 
     def validate(self) -> dict[str, float]:
-        """Try the model on the validation split, and keep it if it is the best so far."""
+        """Evaluate the model on the validation split, and save it if it is the best so far."""
         self._settle()
         begun = time.perf_counter()
         metrics = self.evaluate("valid")
@@ -162,7 +158,7 @@ class Trainer:
         self._metric = f", validation {name} {metrics[name]:.4f}"
         if self._curves is not None:
             self._curves.write(self.state.step, "valid", {**metrics, "validation_seconds": took})
-        # One that is not a number is never the best.
+        # NaN is never the best score.
         if score == score and (self.state.best is None or score > self.state.best):
             content = {**self._identity(), "metrics": metrics}
             if self._write(BEST, content, snapshot.take_weights(self.model)):
@@ -171,17 +167,17 @@ class Trainer:
         return metrics
 
     def evaluate(self, split: str) -> dict[str, float]:
-        """The metrics of a split with the weights of now."""
+        """Return the metrics of a split with the current weights."""
         return self.test(split)[0]
 
     def test(self, split: str) -> tuple[dict[str, float], dict[str, Any] | None]:
-        """Likewise, and which of its items were right, where there is such a thing."""
+        """Return the metrics of a split, and which of its items were right, if the task has such items."""
         found = self.task.test(self.model, split, self.share, self._watched)
         self._show()
         return found
 
     def save(self, *, must: bool = False) -> None:
-        """Write a checkpoint. One that cannot be written is reported, and is an error only where it ``must``."""
+        """Write a checkpoint. A failure is reported, and is an error only if ``must`` is set."""
         self._settle()
         files = snapshot.take_all(self.model, self.optimizer, self.fabric)
         self._write(STEP, self._manifest(), files, must=must)
@@ -190,16 +186,16 @@ class Trainer:
         self._clock = time.perf_counter()
 
     def wait(self) -> None:
-        """Until every update that was queued is done, and :attr:`state` has what came of it."""
+        """Wait until every queued update is done and :attr:`state` has its outcome."""
         self._settle()
 
     @property
     def is_recorded(self) -> bool:
-        """Whether updates are replayed as CUDA graphs by now."""
+        """Whether updates are already replayed as CUDA graphs."""
         return self._graphs is not None and self._graphs.is_recorded
 
     def load_best(self) -> Checkpoint:
-        """Give the model the weights of the best validation."""
+        """Load the weights of the best validation into the model."""
         if self.state.best is None:
             raise CheckpointError(f"{self.folder} must have validated at least once with a finite metric, got none")
         found = checkpoint.read(checkpoint.place(self.checkpoints, BEST, self.state.best_step))
@@ -207,13 +203,13 @@ class Trainer:
         return found
 
     def _update(self, micro_batches: list[dict[str, Tensor]]) -> None:
-        """One step of the optimiser. On a GPU the host only queues it and looks at the one before."""
+        """Run one step of the optimiser. On a GPU the host only queues it, and reads the values of the previous one."""
         config, training = self.config, self.config.training
         lr, beta1 = rates(self.state.step, training.steps, config.schedule, config.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"], group["betas"] = lr, (beta1, config.optimizer.betas[1])
 
-        # Ranks average their gradients, so each divides by its share of all targets.
+        # Ranks average their gradients, so each divides its loss by the mean number of targets per rank.
         targets = self._sum_over_ranks(self._scalar(sum(map(self.task.count_targets, micro_batches))))
         scale = self._scalar(1.0) if self._loss_scale is None else self._loss_scale.value
         loss = self._scalar(0.0)
@@ -233,7 +229,8 @@ class Trainer:
         if training.clip_norm is not None:
             factor = (training.clip_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
-        # What GradScaler sets: the optimiser divides by the one, and does nothing where the other is 1.
+        # These are the attributes that GradScaler sets: a fused optimiser divides gradients by grad_scale, and skips
+        # the update if found_inf is 1.
         self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
         self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
         self.optimizer.step()
@@ -247,20 +244,20 @@ class Trainer:
         self._queue(torch.stack([loss, norm, skip.float(), tokens, told]))
 
     def _pass(self, batch: dict[str, Tensor], num_targets: Tensor, scale: Tensor) -> Tensor:
-        """Forward and backward of a batch on the device. Gives the loss."""
+        """Run forward and backward of a batch on the device, and return the loss."""
         with self._autocast():
             loss = self.task.loss(self._wrapped, batch, num_targets)
         self.fabric.backward(loss * scale)
         return loss.detach()
 
     def _queue(self, values: Tensor) -> None:
-        """Have the values of this update copied to the host, and read those of the one before."""
+        """Start copying the values of this update to the host, and read those of the previous one."""
         if values.device.type == "cuda":
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
             ready = torch.cuda.Event()
             ready.record()
             self._reports.append(Report(self.state.step, host, ready))
-            # The one before is finished by now or soon, and the GPU has work meanwhile.
+            # The previous update has finished or will soon, and meanwhile the GPU has work.
             while len(self._reports) > 1:
                 self._read(self._reports.popleft())
         else:
@@ -290,7 +287,7 @@ class Trainer:
             self.state.losses.append(loss)
 
     def _note_skipped(self, step: int, loss: float, norm: float) -> None:
-        """Keep what is needed to find out why, and give up if it happens too often. All ranks agree."""
+        """Log what is needed to explain a skipped update, and stop after too many in a row. All ranks agree."""
         training = self.config.training
         self.state.skipped += 1
         self.state.skipped_in_a_row += 1
@@ -314,7 +311,7 @@ class Trainer:
         return outputs
 
     def _stream(self) -> Generator[dict[str, Tensor], None, None]:
-        """Micro-batches without end, from where the run is."""
+        """Yield micro-batches without end, from the position of the run in the data."""
         data = self.config.data
         epoch, start = divmod(self.state.step * self.config.training.accumulate, len(self.batches))
         while True:
@@ -325,9 +322,9 @@ class Trainer:
             epoch, start = epoch + 1, 0
 
     def _resume(self, resume: Resume) -> None:
-        """Go on where a checkpoint was written."""
+        """Restore the run from a checkpoint."""
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or "SLURM_RESTART_COUNT" in os.environ:
-            # The command was for the first time: from then on there is something newer.
+            # --resume was meant for the first start. A restart by torchrun or SLURM has newer checkpoints.
             resume = "auto"
         if isinstance(resume, int):
             found: Checkpoint | None = checkpoint.read(checkpoint.place(self.checkpoints, STEP, resume))
@@ -344,7 +341,7 @@ class Trainer:
         self.batches = self.task.training_batches(self.share)
         snapshot.restore_all(found, self.model, self.optimizer, self.fabric)
         if isinstance(resume, int) and self._is_first:
-            # What came after it is made anew; a crash must not go on from what is no more.
+            # Later checkpoints are removed, so that after a crash the run does not resume from the abandoned ones.
             for path in checkpoint.candidates(self.checkpoints, STEP):
                 if checkpoint.step_of(path) > resume:
                     self._say(f"removed {path.name}, which comes after step {resume}")
@@ -353,13 +350,13 @@ class Trainer:
         self._say(f"going on from {found.folder.name}")
 
     def _identity(self) -> dict[str, Any]:
-        """What has to be the same for a run to go on."""
+        """Return everything that must be equal for a run to be resumed."""
         return {
             "config": to_mapping(self.config),
             "model": self.task.describe_model(self.model),
             "corpus": self.task.corpus.fingerprint,
             "ranks": self.share.ranks,
-            # What was left to the machine.
+            # The choices that the configuration leaves to the machine.
             "precision": self.share.precision_name,
             "packed": self.share.packs(self.config),
             "multiple_of": self.share.training_multiple_of(self.config),
@@ -374,7 +371,7 @@ class Trainer:
         return {**self._identity(), "state": dataclasses.asdict(self.state)}
 
     def _write(self, kind: str, content: dict[str, Any], files: Write, *, must: bool = False) -> bool:
-        """Write a checkpoint on the first rank; all agree on whether it worked, which is what comes back."""
+        """Write a checkpoint on the first rank, and return on all ranks whether that succeeded."""
         problem: CheckpointWriteError | None = None
         if self._is_first:
 
@@ -395,7 +392,7 @@ class Trainer:
         return bool(failed == 0)
 
     def _prune(self) -> None:
-        """Remove old checkpoints, but no best model that one of those which stay would go on with."""
+        """Remove old checkpoints, except best models that one of the remaining checkpoints refers to."""
         try:
             kept = checkpoint.prune(self.checkpoints, STEP, self.config.training.keep_checkpoints)
             needed = {self.state.best_step, *(each.manifest["state"]["best_step"] for each in kept)}
@@ -403,7 +400,7 @@ class Trainer:
                 if checkpoint.step_of(path) not in needed:
                     checkpoint.remove(path)
         except OSError as error:
-            # The new one stands; that an old one does as well costs room only.
+            # The new checkpoint is written, and an old one that remains only costs space.
             self._say(f"an old checkpoint could not be removed: {error}")
 
     def _log(self) -> None:
@@ -428,7 +425,7 @@ class Trainer:
         self._curves.write(self.state.step, "train", values)
 
     def _show(self, also: str = "") -> None:
-        """Tell whoever waits how far it is."""
+        """Update the display."""
         if self._is_first:
             loss = self._loss if self._loss is not None else next(reversed(self.state.losses), float("nan"))
             says = f"loss {loss:.4f}{self._metric}{self._speed}{also}"
@@ -436,7 +433,7 @@ class Trainer:
             self.display.update(self._row, self.state.step, steps, says, loss=loss, best=best)
 
     def _watched(self, steps: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
-        """The batches of an evaluation; a signal ends it, unless other ranks would be left waiting."""
+        """Iterate over the batches of an evaluation. A signal ends it, unless other ranks would be left waiting."""
         for number, each in enumerate(steps):
             if self.stop.signal is not None and self.share.ranks == 1:
                 raise Interrupted
@@ -444,7 +441,7 @@ class Trainer:
             yield each
 
     def _should_stop(self) -> bool:
-        """Every rank gives the same answer at the same step."""
+        """Whether to stop. Every rank gets the same answer at the same step."""
         return self._told_to_stop if self.share.ranks > 1 else self.stop.signal is not None
 
     @property
@@ -454,7 +451,7 @@ class Trainer:
 
     @property
     def _may_record(self) -> bool:
-        """Whether updates become CUDA graphs."""
+        """Whether updates are captured in CUDA graphs."""
         wanted = self.config.training.cuda_graphs
         why_not = graphs.unsupported(self.model, self.share.device, self.fabric.strategy, self.share.precision)
         if wanted and why_not is not None:
@@ -463,9 +460,10 @@ class Trainer:
 
     def _compile(self) -> None:
         if self._is_compiled:
-            # The compiler counts versions over all models of a process, and gives up at the eighth.
+            # The compiler counts recompilations over all models of a process, and gives up at the eighth.
             torch.compiler.reset()
-            # In place, so that weights keep their names. FSDP gathers layer by layer, so that is what is compiled.
+            # Compiled in place, so that weights keep their names. FSDP gathers layer by layer, so with it each layer is
+            # compiled.
             layers = [module for module in self.model.modules() if isinstance(module, MGKLayer)]
             for module in layers if isinstance(self.fabric.strategy, ModelParallelStrategy) else [self.model]:
                 module.compile()
@@ -473,7 +471,7 @@ class Trainer:
     def _on_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         moved = {name: tensor.to(self.share.device, non_blocking=True) for name, tensor in batch.items()}
         if self._is_compiled:
-            # Else the first width would be compiled for nothing but itself.
+            # Otherwise the first width would be compiled as a constant.
             for name, tensor in moved.items():
                 if (dimension := self.task.varying_dimension(name, tensor)) is not None:
                     torch._dynamo.maybe_mark_dynamic(tensor, dimension)
@@ -484,19 +482,20 @@ class Trainer:
         return torch.autocast(self.share.device.type, dtype=precision, enabled=precision is not None)
 
     def _without_sync(self, enabled: bool) -> contextlib.AbstractContextManager[Any]:
-        # Not with enabled=False: under FSDP2 Fabric's context would leave every backward pass after it without sync.
+        # Fabric's context is not entered with enabled=False: under FSDP2 all later backward passes would run without
+        # sync.
         if self.share.ranks == 1 or not enabled:
             return contextlib.nullcontext()
         return self.fabric.no_backward_sync(self._wrapped)
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
-        # Not Fabric's, which has the host wait for all ranks first.
+        # Fabric's all-reduce is not used, because it makes the host wait for all ranks first.
         if self.share.ranks > 1:
             dist.all_reduce(value)
         return value
 
     def _scalar(self, value: float) -> Tensor:
-        # Filled on the device: nothing is copied from the host, and nobody waits.
+        # Filled on the device, so that nothing is copied from the host and nothing synchronises.
         return torch.full((), value, dtype=torch.float32, device=self.share.device)
 
     def _say(self, text: str) -> None:

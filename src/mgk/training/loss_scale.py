@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class LossScale:
-    """A factor on the loss that keeps small gradients above fp16's smallest number.
+    """A factor on the loss that keeps small gradients above the smallest number of fp16.
 
-    Halved where a gradient has overflowed, doubled after a long time without. Unlike ``torch.amp.GradScaler`` it leaves
-    the decision to skip an update to the caller, who has other reasons to skip as well.
+    It is halved when a gradient has overflowed, and doubled after a long time without an overflow. Unlike
+    ``torch.amp.GradScaler`` it leaves the decision to skip an update to the caller, who may have other reasons to skip.
     """
 
     FIRST, GROWS_AFTER = 2.0**16, 2000
@@ -20,7 +20,7 @@ class LossScale:
         self.since_overflow = torch.full((), since_overflow, device=device)
 
     def update(self, overflowed: Tensor) -> None:
-        """``overflowed`` is a boolean scalar, and is not read on the host."""
+        """Update the scale. ``overflowed`` is a boolean scalar tensor, which is not read on the host."""
         since = torch.where(overflowed, 0.0, self.since_overflow + 1.0)
         grows = since >= self.GROWS_AFTER
         self.value = self.value * torch.where(overflowed, 0.5, torch.where(grows, 2.0, 1.0))

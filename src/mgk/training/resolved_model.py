@@ -1,7 +1,7 @@
-"""The configuration of a run's model in full: what a result keeps of it, and what older results left out.
+"""The full configuration of a run's model, as results store it, or reconstructed for older results.
 
-A run names an architecture, and what a name stands for may change. So every result and every checkpoint holds the whole
-configuration of the model that was built, and that is what is compared.
+A run names an architecture, whose definition may change. Therefore every result and every checkpoint stores the whole
+configuration of the model that was built, and runs are compared by it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from mgk.models import MGKConfig, architecture
 from mgk.models.architectures import ARCHITECTURES
 from mgk.training.configuration import ModelConfig, RunConfig, differences, from_mapping
 
-# What a name stood for when results did not hold the model yet (format 1, up to commit 9f406f4), where it was something
-# else than today. Add to it only what such a result was made with.
+# Architectures that had other values when results did not store the model yet (format 1, up to commit 9f406f4). Add
+# only values with which such a result was made.
 FORMER_ARCHITECTURES: dict[str, dict[str, Any]] = {
     name: {"activation_dropout": 0.0} for name in ("lra-listops", "lra-text", "lra-retrieval")
 }
 
-# What the corpus decides, whose fingerprint is compared instead, or the kind of the model, which is that of the task: a
-# recipe is read without either.
+# Fields that depend on the corpus, whose fingerprint is compared instead, or on the class of the model, which follows
+# from the task. A recipe is read without either.
 _OF_THE_CORPUS: dict[str, frozenset[str]] = {
     "uptraining": frozenset({"weights_sha256"}),
     "language": frozenset({"vocab_size", "is_decoder"}),
@@ -37,18 +37,18 @@ _OF_THE_CORPUS: dict[str, frozenset[str]] = {
     ),
 }  # fmt: skip
 
-# Fields of ours that decide no number, and those of transformers that do.
+# Our fields that change no number, and fields of transformers that do.
 _NO_NUMBER = {"use_cache"}
 _OF_TRANSFORMERS = ("num_labels", "problem_type", "is_encoder_decoder", "rope_parameters")
 
 
 def build_model_config(config: RunConfig, **of_the_corpus: Any) -> MGKConfig:
-    """The configuration of the model; what the corpus decides gives way to what the recipe says."""
+    """Build the configuration of the model. Values of the recipe override those that come from the corpus."""
     return _build(config, of_the_corpus, {})
 
 
 def describe_model(model: MGKConfig) -> dict[str, Any]:
-    """Every field that decides a number, as JSON holds it; not who wrote it, or what its labels are called."""
+    """Return every field that affects a number, as JSON: neither the writer nor the names of labels, for example."""
     own = {field.name for field in dataclasses.fields(model)} & MGKConfig.__annotations__.keys()
     values = model.to_dict()
     found = {name: values.get(name) for name in (own - _NO_NUMBER) | {*_OF_TRANSFORMERS}}
@@ -56,7 +56,7 @@ def describe_model(model: MGKConfig) -> dict[str, Any]:
 
 
 def resolve_model(config: RunConfig) -> dict[str, Any]:
-    """What a run with this configuration would build today, as far as that is known without its corpus."""
+    """Return the model that this configuration builds today, as far as that is known without its corpus."""
     return _described(config, {}) if config.conversion is None else conversion_options(config)
 
 
@@ -65,11 +65,11 @@ CONVERTED = {
     "num_components": "components", "learn_variance": "learn_variance", "variance_scale": "variance_scale",
     "shift_init_std": "shift_init_std",
 }  # fmt: skip
-"""What a row may say of a converted model, and what :func:`mgk.convert` calls it."""
+"""Keys that a row may set for a converted model, with the names of the arguments of :func:`mgk.convert`."""
 
 
 def conversion_options(config: RunConfig) -> dict[str, Any]:
-    """What a run says of the model that it converts, by the names of rows."""
+    """Return the options with which a run converts its model, by the keys of rows."""
     changes = config.model.changes
     for name in changes:
         if name not in CONVERTED:
@@ -80,10 +80,10 @@ def conversion_options(config: RunConfig) -> dict[str, Any]:
 
 
 def model_of_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The model that a result, an evaluation or a checkpoint was made with.
+    """Return the model with which a result, an evaluation or a checkpoint was made.
 
-    A field that is newer than the record counts as its default. One without a model is resolved as the architectures
-    were when records had none.
+    A field that is newer than the record counts as its default. A record without a model is resolved with the
+    architectures of that time.
     """
     if "model" in record:
         if not isinstance(record["model"], Mapping):
@@ -100,15 +100,15 @@ def is_converted(record: Mapping[str, Any]) -> bool:
 
 
 def model_differences(before: Mapping[str, Any], now: Mapping[str, Any], task: str) -> dict[str, tuple[Any, Any]]:
-    """The fields of two described models that differ, with both values; what the corpus decides is left out."""
+    """Return the fields in which two described models differ, with both values, except for those of the corpus."""
     ignored = _OF_THE_CORPUS.get(task, frozenset())
     return {name: values for name, values in differences(before, now).items() if name not in ignored}
 
 
 def with_model_of_record(config: RunConfig, record: Mapping[str, Any]) -> RunConfig:
-    """The same run with the model that it had, where its architecture's name stands for another one today.
+    """Return the configuration with the model of the record, if the name of its architecture means another one today.
 
-    What the configuration itself says is not touched.
+    Values in the configuration itself are not changed.
     """
     then, today = model_of_record(record), resolve_model(config)
     names = {name.partition(".")[0] for name in model_differences(then, today, config.task)} - {*config.model.changes}
@@ -123,7 +123,7 @@ def _defaults() -> Mapping[str, Any]:
     return describe_model(MGKConfig())
 
 
-# To build a configuration takes milliseconds, and the results of one row all ask for the same one.
+# A cache, since building a configuration takes milliseconds, and all results of a row need the same one.
 _KNOWN: dict[str, dict[str, Any]] = {}
 
 
@@ -139,7 +139,8 @@ def _build(config: RunConfig, of_the_corpus: Mapping[str, Any], former: Mapping[
     try:
         found = architecture(config.model.architecture, **{**former, **of_the_corpus, **config.model.changes})
     except StrictDataclassError as error:
-        # It wraps what we or transformers said, and is no ValueError: a sweep would end at a row that cannot be built.
+        # The error wraps ours or that of transformers and is no ValueError, so it would end a sweep at a row that
+        # cannot be built.
         raise ValueError(f"model must be one that can be built, got: {error.__cause__ or error}") from error
     table, longest = found.max_position_embeddings, config.data.longest
     if found.positions == "learned" and config.task != "translation" and longest > table:

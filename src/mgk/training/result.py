@@ -1,4 +1,4 @@
-"""The result of a run: one JSON file with everything that is needed to judge it and to make it again."""
+"""The result of a run: one JSON file with everything that is needed to judge and to repeat it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mgk.training.configuration import RunConfig, to_mapping
 
 RESULT = "result.json"
 FORMAT = 2
-"""1 had no ``model`` and no ``packed``: see :mod:`mgk.training.resolved_model`."""
+"""Version of the format. Format 1 had neither ``model`` nor ``packed``: see :mod:`mgk.training.resolved_model`."""
 
 
 def describe(
@@ -28,15 +28,15 @@ def describe(
     device: torch.device,
     **facts: Any,
 ) -> dict[str, Any]:
-    """The content of a result.
+    """Return the content of a result.
 
     Args:
-        config: of the run.
-        metrics: by split.
-        model: its configuration in full.
+        config: configuration of the run.
+        metrics: metrics by split.
+        model: full configuration of the model.
         corpus: fingerprint of the data.
-        device: where it ran.
-        facts: whatever else is worth keeping: steps, seconds, parameters.
+        device: device of the run.
+        facts: further facts, such as steps, seconds and parameters.
     """
     return {
         "format": FORMAT,
@@ -55,13 +55,13 @@ def describe(
 
 
 def items(by_split: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Any]:
-    """What a result says of single items: ``items``, by split, where any split has them."""
+    """Return ``items`` of a result, which holds by split which items were right, or nothing if no split has them."""
     known = {split: record for split, record in by_split.items() if record is not None}
     return {"items": known} if known else {}
 
 
 def write(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a result, whole or not at all."""
+    """Write a result atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")
     temporary.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -69,7 +69,7 @@ def write(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path, what: str) -> Any:
-    """Read JSON; ``what`` it should be is said where it is none."""
+    """Read JSON. ``what`` it should be is named in the error if it is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -77,7 +77,7 @@ def read_json(path: Path, what: str) -> Any:
 
 
 def read_object(path: Path, what: str = "JSON of an object") -> dict[str, Any]:
-    """Likewise, of what has names and values."""
+    """Read a JSON object."""
     found = read_json(path, what)
     if not isinstance(found, dict):
         raise ValueError(f"{path} must be {what}, got a {type(found).__name__}")
@@ -93,14 +93,14 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """In words: which GPU, or how many threads of which CPU."""
+    """Name of the GPU, or of the CPU with its number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def versions() -> dict[str, str]:
-    """What the numbers may depend on."""
+    """Versions of the software that may affect the numbers."""
     import lightning
     import numpy
     import transformers

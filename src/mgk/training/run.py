@@ -1,4 +1,4 @@
-"""A run from beginning to end: its folder, its training, its test, its result."""
+"""A complete run: folder, training, test and result."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def fit(
     display: Display | None = None,
     command: str | None = None,
 ) -> dict[str, Any]:
-    """Make a run from beginning to end, or from where it is: train, choose the best, test it, write the result.
+    """Start or resume a run: train, choose the best checkpoint, test it and write the result.
 
-    A first SIGTERM, SIGINT or SIGUSR1 finishes the step, saves, and leaves with the usual exit code.
+    The first SIGTERM, SIGINT or SIGUSR1 finishes the step, saves and exits with the usual code.
 
     Args:
         config: everything that decides the numbers.
-        folder: of the run; made where it is not there.
-        corpus: prepared.
-        fabric: launched.
+        folder: folder of the run, which is created if it does not exist.
+        corpus: prepared corpus.
+        fabric: launched Fabric.
         resume: see :class:`Trainer`.
-        display: shows how far it is.
-        command: what the user typed, for the card of the model.
+        display: shows the progress.
+        command: command that the user typed, for the card of the model.
 
     Returns:
-        What stands in ``result.json``.
+        The content of ``result.json``.
     """
     folder = Path(folder)
     display = display or Display(quiet=True)
@@ -73,7 +73,7 @@ def fit(
             if fabric.is_global_zero:
                 how = "the same command" if resume == "auto" else "--resume auto"
                 display.say(f"stopped at step {trainer.state.step} and saved: {how} goes on from here")
-            # Where another rank was told, as a batch system does to one process of many: its signal was SIGTERM.
+            # If only another rank got the signal, as batch systems do, it is taken to be SIGTERM.
             raise SystemExit(143 if stop.signal is None else stop.exit_code) from None
 
 
@@ -108,7 +108,7 @@ def finish(trainer: Trainer, command: str | None = None) -> dict[str, Any]:
 
 
 def write_config(folder: Path, config: RunConfig) -> None:
-    """Keep the configuration where people look for it."""
+    """Write the configuration to ``config.yaml``, for people to read."""
     temporary = folder / f".{CONFIG}"
     temporary.write_text(yaml.safe_dump(to_mapping(config), sort_keys=False), encoding="utf-8")
     temporary.replace(folder / CONFIG)

@@ -1,4 +1,4 @@
-"""Learning rates as functions of the step: nothing to save, nothing to restore."""
+"""Learning rates as functions of the step, which have no state to save or restore."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from typing import NamedTuple
 
 from mgk.training.configuration import OptimizerConfig, ScheduleConfig
 
-# What torch.optim.lr_scheduler.OneCycleLR does unless told otherwise, and nobody told it.
+# Defaults of torch.optim.lr_scheduler.OneCycleLR, which the published code uses.
 DIVIDE_INITIAL = 25.0
 DIVIDE_FINAL = 1e4
 MOMENTUM = (0.95, 0.85)
 
 
 class Rates(NamedTuple):
-    """What the optimiser uses in one step."""
+    """Learning rate and first beta of one step."""
 
     lr: float
     beta1: float
 
 
 def rates(step: int, steps: int, schedule: ScheduleConfig, optimizer: OptimizerConfig) -> Rates:
-    """The learning rate and first beta of update ``step``, counted from 0, of ``steps``.
+    """Return the learning rate and the first beta of update ``step``, counted from 0, of ``steps``.
 
-    - ``onecycle``: ``OneCycleLR`` with linear pieces, as the Long Range Arena recipes of the Nystromformer code use it:
+    - ``onecycle``: ``OneCycleLR`` with linear pieces, as in the Long Range Arena recipes of the Nystromformer code:
       from lr / 25 up to lr at the end of the warm-up, then down to lr / 250,000 at the last step. It also moves beta1
-      from 0.95 to 0.85 and back, whatever ``optimizer.betas`` says.
-    - ``cosine``: as Transformer-XL: up in a line, then ``lr / 2 (1 + cos(pi step / steps))``, whose time has been
-      running since step 0. (There the very first update has the highest rate, before the warm-up takes hold.)
-    - ``inverse_sqrt``: as fairseq: up in a line, then ``lr sqrt(warmup / step)``.
-    - ``constant``: up in a line, then ``lr``.
+      from 0.95 to 0.85 and back, and ignores ``optimizer.betas``.
+    - ``cosine``: as in Transformer-XL, linear warm-up, then ``lr / 2 (1 + cos(pi step / steps))``, in which ``step``
+      counts from the beginning. (In its code the very first update has the highest rate, before the warm-up applies.)
+    - ``inverse_sqrt``: as in fairseq, linear warm-up, then ``lr sqrt(warmup / step)``.
+    - ``constant``: linear warm-up, then ``lr``.
 
-    The line starts at ``schedule.initial`` with step 0 and reaches ``lr`` at step ``warmup``.
+    The warm-up starts at ``schedule.initial`` with step 0 and reaches ``lr`` at step ``warmup``.
     """
     peak, beta1, warmup = optimizer.lr, optimizer.betas[0], schedule.warmup
     if schedule.kind == "onecycle":
-        # Both ends of a piece are steps of it: the warm-up ends at step warmup - 1, the run at steps - 1.
+        # A piece includes both its ends: the warm-up ends at step warmup - 1, and the run at steps - 1.
         top, last = max(warmup - 1, 0), steps - 1
         initial = peak / DIVIDE_INITIAL
         if step <= top:

@@ -1,4 +1,4 @@
-"""Stopping when asked to: finish the step, save, leave with the usual code."""
+"""Graceful stopping at a signal: finish the step, save, and exit with the usual code."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from types import FrameType, TracebackType
 from typing import Any
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
-"""SIGUSR1 is what SLURM can be told to send before time is up."""
+"""Signals that stop a run. SLURM can be told to send SIGUSR1 before the time is up."""
 
 ECHO = 1.0
 
 
 class GracefulStop:
-    """Within this context the first signal is remembered in :attr:`signal`, and a second one ends the process at once.
+    """Context in which the first signal is recorded in :attr:`signal`, and a second one ends the process at once.
 
-    One that follows within :data:`ECHO` seconds is the first again: ``timeout``, launchers and batch systems send one
-    to a process and one to its group. Nothing is interrupted: whoever runs a loop asks :attr:`signal` when it suits,
-    and leaves with :attr:`exit_code`.
+    A second signal within :data:`ECHO` seconds counts as the first: ``timeout``, launchers and batch systems send one
+    to a process and one to its group. Nothing is interrupted: a loop checks :attr:`signal` when it suits, and exits
+    with :attr:`exit_code`.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class GracefulStop:
         return 128 + self.signal
 
     def __enter__(self) -> GracefulStop:
-        # Python lets only the main thread of a process receive signals; elsewhere the caller has to care for them.
+        # In Python only the main thread can receive signals; in other threads the caller has to handle them.
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._receive) for number in STOPPING}
         return self
@@ -51,5 +51,6 @@ class GracefulStop:
         if self.signal is None:
             self.signal, self._when = number, now
         elif now - self._when >= ECHO:
-            # Not sys.exit: that would run handlers which may be what hangs. Files appear by rename, so none is half.
+            # sys.exit would run handlers, which may be what hangs. Files are written by renaming, so none is
+            # incomplete.
             os._exit(128 + number)

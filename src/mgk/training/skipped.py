@@ -1,4 +1,4 @@
-"""What to keep of an update that had to be skipped: enough to find out why."""
+"""A description of a skipped update that is detailed enough to find the reason."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from mgk.training.distributed import total_norm
 def describe(
     model: nn.Module, batches: Batches, number: int, run: Callable[[dict[str, Tensor]], Any]
 ) -> dict[str, Any]:
-    """The samples of micro-batch ``number``, its largest logit, and the gradient of every part of the model.
+    """Return the samples of micro-batch ``number``, its largest logit, and the gradient norms of the model's parts.
 
-    The batch is run again without dropout, on the weights of now: that update did not change them, but on a GPU the
-    next one has. Nothing is left behind: no gradient, no random numbers drawn.
+    The batch is run again without dropout on the current weights. The skipped update did not change them, but on a GPU
+    the next one has. Gradients and random states are restored afterwards.
 
     Args:
-        model: whose gradients are looked at.
-        batches: of this rank.
-        number: counted over all epochs.
-        run: forward and backward of a batch, gives the outputs.
+        model: model whose gradients are described.
+        batches: batches of this rank.
+        number: number of the micro-batch, counted over all epochs.
+        run: runs forward and backward of a batch, and returns the outputs.
     """
     epoch, place = divmod(number, len(batches))
     model.eval()
@@ -34,7 +34,7 @@ def describe(
         norms = {name: float(total_norm(gradients)) for name, gradients in _gradients(model)}
     finally:
         model.train()
-        # In place: a recorded update knows where they are.
+        # Zeroed in place, because a captured graph holds the addresses of the gradients.
         model.zero_grad(set_to_none=False)
     logits = getattr(outputs, "logits", None)
     return {
@@ -48,7 +48,7 @@ def describe(
 
 
 def _gradients(model: nn.Module) -> Iterator[tuple[str, list[Tensor]]]:
-    """Of each layer, and of each module outside of them."""
+    """Yield the gradients of each layer and of each module outside the layers."""
     layers = [f"{name}." for name, module in model.named_modules() if isinstance(module, MGKLayer)]
     parts: dict[str, list[Tensor]] = {}
     for name, parameter in model.named_parameters():
@@ -60,11 +60,11 @@ def _gradients(model: nn.Module) -> Iterator[tuple[str, list[Tensor]]]:
 
 
 def is_leap(loss: Tensor, running: Tensor, ratio: float) -> Tensor:
-    """Whether a loss exceeds ``ratio`` times its running mean. Small losses leap without harm: they count as 0.1."""
+    """Whether a loss exceeds ``ratio`` times its running mean, which counts as at least 0.1."""
     return loss > ratio * running.clamp(min=0.1)
 
 
 def running_mean(loss: Tensor, running: Tensor, skip: Tensor) -> Tensor:
-    """The running mean with one more loss, unless that is skipped; it is NaN before the first."""
+    """Update the running mean with a loss, unless that is skipped. The mean is NaN before the first loss."""
     mixed = torch.where(running.isnan(), loss, 0.98 * running + 0.02 * loss)
     return torch.where(skip, running, mixed)

@@ -1,6 +1,6 @@
-"""Everything that a run needs to go on as if nothing had happened, out of the model and back into it.
+"""Saving and restoring the complete state of a run.
 
-Tensors are whole here, whatever shards a rank has: a checkpoint is the same file with one device or with many.
+Tensors are whole here even if the ranks hold shards, so a checkpoint is the same file with one device or many.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def take_weights(model: PreTrainedModel) -> Write:
-    """Copy the weights now; what is returned writes them, with the configuration, as transformers saves a model."""
+    """Copy the weights now, and return a function that writes them with the configuration, as transformers does."""
     weights = {name: whole(tensor) for name, tensor in _own_tensors(model).items()}
 
     def write(folder: Path) -> None:
         with _no_progress_bar():
             model.save_pretrained(folder, state_dict=weights)
-        # A manifest lists what must not change; the card is written when there is something to say.
+        # Files in the manifest must not change, but the card is written at the end of the run.
         (folder / CARD).unlink(missing_ok=True)
 
     return write
 
 
 def take_all(model: PreTrainedModel, optimizer: Optimizer, fabric: Fabric) -> Write:
-    """Copy weights, the optimiser's moments and the generators of every rank now; what is returned writes them."""
+    """Copy weights, optimiser moments and all ranks' random states now, and return a function that writes them."""
     write_weights = take_weights(model)
     moments = {
         f"{name}.{key}": whole(value)
@@ -64,7 +64,7 @@ def take_all(model: PreTrainedModel, optimizer: Optimizer, fabric: Fabric) -> Wr
 
 
 def restore_weights(found: Checkpoint, model: PreTrainedModel) -> None:
-    """Give a model the weights of a checkpoint, if they are its own."""
+    """Load the weights of a checkpoint into a model, which must have the same names and shapes."""
     weights, current = load_file(found.folder / WEIGHTS), _own_tensors(model)
     wrong = [
         f"{name}: {_shape(weights.get(name))} in the checkpoint, {_shape(current.get(name))} in the model"
@@ -75,17 +75,17 @@ def restore_weights(found: Checkpoint, model: PreTrainedModel) -> None:
         raise CheckpointError(f"{found.folder} must hold the weights of this model, got {'; '.join(wrong[:5])}")
     for name, tensor in current.items():
         write_into(tensor, weights[name])
-    # As loaders of weights do: a module that keeps on the host what a buffer says looks at it again.
+    # Called as loaders of weights do, because modules that cache a buffer on the host refresh it there.
     model.train(model.training)
 
 
 def restore_all(found: Checkpoint, model: PreTrainedModel, optimizer: Optimizer, fabric: Fabric) -> None:
-    """The inverse of :func:`take_all`."""
+    """Restore the state that :func:`take_all` saved."""
     restore_weights(found, model)
     moments = load_file(found.folder / OPTIMIZER)
     for name, parameter in model.named_parameters():
         if f"{name}.step" not in moments:
-            # Before the first update there are none.
+            # Before the first update there are no moments.
             continue
         state: dict[str, Tensor] = {key: torch.zeros_like(parameter) for key in MOMENTS}
         for key in MOMENTS:
@@ -96,12 +96,12 @@ def restore_all(found: Checkpoint, model: PreTrainedModel, optimizer: Optimizer,
 
 
 def lay_out_as(found: Checkpoint, share: Share, config: RunConfig) -> Share:
-    """The share of a run that goes on: where packing was left to the machine, it is what the run began with."""
+    """Return the share of a resumed run, with the packing of its beginning if that was left to the machine."""
     return dataclasses.replace(share, packs_already=was_packed(found.manifest)) if config.data.pack is None else share
 
 
 def check_same_run(found: Checkpoint, now: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that another run wrote: what would come of it is neither the one nor the other."""
+    """Raise an error for a checkpoint of another run, because resuming from it would mix the two."""
     before = {**found.manifest, "packed": was_packed(found.manifest)}
     changed = run_differences(before, now)
     if changed:
@@ -126,7 +126,7 @@ def check_same_run(found: Checkpoint, now: Mapping[str, Any]) -> None:
 
 
 def check_same_step(found: Checkpoint | None, checkpoints: Path, fabric: Fabric) -> None:
-    """Ranks that went on from different steps would wait for each other, or mix what they have."""
+    """Raise an error if the ranks found different steps, because they would wait for each other or mix states."""
     if fabric.world_size == 1:
         return
     step = torch.tensor(-1 if found is None else found.step, device=fabric.device)
@@ -143,7 +143,7 @@ def check_same_step(found: Checkpoint | None, checkpoints: Path, fabric: Fabric)
 
 @contextlib.contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """transformers would draw one for each file, through ours."""
+    """Context without transformers' progress bars, which would be drawn through ours."""
     was_on = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -154,7 +154,7 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def _own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters and buffers by name, one that has two names once."""
+    """Parameters and buffers by name; shared ones appear once."""
     tied = model.all_tied_weights_keys
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 

@@ -1,4 +1,4 @@
-"""Where a run is, and what the device says of each update."""
+"""The progress of a run, and the values that the device reports of each update."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from mgk.training.loss_scale import LossScale
 
 @dataclass
 class State:
-    """Where a run is, besides weights, optimiser and random numbers."""
+    """The progress of a run: its state besides weights, optimiser and random generators."""
 
     step: int = 0
-    """Updates done."""
+    """Number of updates done."""
     validated: int = 0
-    """The last step that was validated."""
+    """Step of the last validation."""
     best: float | None = None
-    """The best validation, as a score: higher is better."""
+    """Best validation score; higher is better."""
     best_step: int = 0
     tokens: int = 0
-    """Read by all ranks, padding not counted."""
+    """Number of tokens that all ranks have read, without padding."""
     seconds: float = 0.0
-    """Spent on updates, by all processes that have worked on this run."""
+    """Seconds spent on updates, summed over restarts."""
     skipped: int = 0
-    """Updates skipped."""
+    """Number of skipped updates."""
     skipped_in_a_row: int = 0
     running_loss: float | None = None
-    """The mean that a leap of the loss is measured against."""
+    """Running mean of the loss, against which leaps are measured."""
     loss_scale: float = LossScale.FIRST
     since_overflow: float = 0.0
     losses: list[float] = field(default_factory=list)
-    """Since the last line of the log."""
+    """Losses since the last line of the log."""
 
 
 class Report(NamedTuple):
-    """What the device says about an update."""
+    """The values of an update, on their way from the device."""
 
     step: int
     values: Tensor
-    """Loss, norm of the gradient, whether it was skipped, tokens, ranks that were told to stop: ``[5]`` on the host."""
+    """Loss, gradient norm, whether it was skipped, tokens, number of ranks told to stop: ``[5]`` on the host."""
     ready: torch.cuda.Event | None
-    """When the values are there."""
+    """Event after which the values are valid; ``None`` on a CPU."""

@@ -1,4 +1,4 @@
-"""Where a run is, for another process: one small JSON file in the folder of the run, always whole."""
+"""The status of a run for other processes: a small JSON file in its folder, written atomically."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ from mgk.training.tracking import Display
 
 STATUS = "status.json"
 EVERY = 0.5
-"""Seconds between two writings: often enough to look at, seldom enough to cost nothing."""
+"""Seconds between two writes, which is often enough to watch and costs next to nothing."""
 
 State = Literal["starting", "training", "evaluating", "analysing", "done", "stopped", "failed"]
 
 
 @dataclass(kw_only=True)
 class Status:
-    """What a run says about itself."""
+    """The status that a run reports."""
 
     process: int
-    """Which one says it."""
+    """Id of the process."""
     state: State = "starting"
     first_step: int = 0
-    """Where this process began."""
+    """Step at which this process began."""
     step: int = 0
-    """Updates done."""
+    """Number of updates done."""
     steps: int = 0
-    """Updates in all."""
+    """Number of updates in total."""
     loss: float | None = None
     best: float | None = None
-    """The best validation so far, as a score: higher is better."""
+    """Best validation score so far; higher is better."""
     says: str = ""
-    """The line that people see."""
+    """Line of text that the display shows."""
     seconds: float = 0.0
-    """Since this process began."""
+    """Seconds since this process began."""
     start_seconds: float | None = None
-    """How much of that went by until its first update was done."""
+    """Seconds until its first update was done."""
     save_seconds: float | None = None
-    """The longest time that a checkpoint took to write."""
+    """Longest time in seconds that writing a checkpoint took."""
     device: str = ""
-    """In words."""
+    """Name of the device."""
     memory: int | None = None
-    """Bytes of the GPU that the process has held at most, the driver's own share not counted."""
+    """Peak GPU memory of the process in bytes, without the driver's own share."""
     device_memory: int | None = None
-    """Bytes that the GPU has."""
+    """Total memory of the GPU in bytes."""
     error: str = ""
-    """Why it failed."""
+    """Reason of a failure."""
 
 
 class StatusFile:
-    """Keeps a :class:`Status` in a folder up to date. A disk that takes no more costs the status, never the run."""
+    """The file of a :class:`Status`. Errors of writing it, such as a full disk, never stop the run."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / STATUS
@@ -69,7 +69,7 @@ class StatusFile:
         self.write()
 
     def write(self, *, at_least: float = 0.0) -> None:
-        """Write it, unless the last time was less than so many seconds ago."""
+        """Write the status, unless the last write was less than ``at_least`` seconds ago."""
         now = time.monotonic()
         if now - self._written < at_least:
             return
@@ -87,13 +87,13 @@ class StatusFile:
             return
 
     def enter(self, state: State, error: str = "") -> None:
-        """Say that something new has begun, or ended."""
+        """Enter a new state, and write it at once."""
         self.status.state, self.status.error = state, error
         self.write()
 
 
 def read_status(folder: Path) -> Status | None:
-    """What the run in a folder said last; ``None`` where it has said nothing that can be read."""
+    """Read the last status of the run in a folder; ``None`` if there is none that can be read."""
     try:
         return Status(**json.loads((folder / STATUS).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -101,7 +101,7 @@ def read_status(folder: Path) -> Status | None:
 
 
 class StatusDisplay(Display):
-    """A display that keeps a status file as well."""
+    """A display that also keeps a status file up to date."""
 
     def __init__(self, file: StatusFile, *, console: Console | None = None) -> None:
         super().__init__(console=console)
@@ -127,13 +127,13 @@ class StatusDisplay(Display):
     ) -> None:
         super().update(row, done, total, says, always=always, loss=loss, best=best)
         status = self.file.status
-        # JSON has no word for NaN.
+        # JSON cannot represent NaN.
         status.loss = loss if loss is not None and math.isfinite(loss) else None
         status.step, status.best, status.says = done, best, says
         is_first = status.start_seconds is None and done > status.first_step
         if is_first:
             status.start_seconds = time.monotonic() - self.file.begun
-        # Somebody may be waiting for the first one.
+        # The first update is written at once, because another process may be waiting for it.
         self.file.write(at_least=0.0 if is_first else EVERY)
 
     def saved(self, seconds: float) -> None:

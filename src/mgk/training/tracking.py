@@ -1,4 +1,4 @@
-"""What a run leaves to look at: a line of JSON for each measurement, TensorBoard, and a bar for whoever waits."""
+"""Tracking of a run: a line of JSON per measurement, TensorBoard, and a progress display."""
 
 from __future__ import annotations
 
@@ -29,15 +29,12 @@ Report = Callable[[str], None]
 
 
 class Curves:
-    """Every measurement of a run, in ``metrics.jsonl`` and for TensorBoard. A full disk costs lines, never the run.
+    """Writer of measurements to ``metrics.jsonl`` and TensorBoard. Errors such as a full disk never stop the run.
 
-    Args:
-        folder: of the run.
-        step: where it goes on. Lines after this step were written by a process that died before its checkpoint, and
-            will be written again.
-        validated: the last step that was validated, for the same reason.
-        report: told once if something cannot be written.
-        tensorboard: whether to write for TensorBoard as well.
+    Args: folder: folder of the run. step: step from which the run resumes. Later lines, from a process that died before
+        its next checkpoint, are dropped, since they will be written again. validated: step of the last validation, for
+        the same reason. report: called once with a message if something cannot be written. tensorboard: whether to
+        write for TensorBoard as well.
     """
 
     def __init__(self, folder: Path, step: int, validated: int, report: Report, *, tensorboard: bool = True) -> None:
@@ -50,7 +47,7 @@ class Curves:
             self._guard(self._open_board, folder, step)
 
     def write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
-        """Keep one measurement."""
+        """Write one measurement."""
         self._guard(self._write, step, kind, values)
 
     def close(self) -> None:
@@ -59,7 +56,7 @@ class Curves:
 
     def _write(self, step: int, kind: str, values: Mapping[str, float]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            # JSON has no word for NaN.
+            # JSON cannot represent NaN.
             finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
             file.write(json.dumps({"step": step, "kind": kind, **finite}) + "\n")
         if self._board is not None:
@@ -91,7 +88,7 @@ class Curves:
 
 
 def read_curves(path: Path) -> list[dict[str, Any]]:
-    """The measurements of a run in order; a line that a dying process cut short is left out."""
+    """Read the measurements of a run in order, without a line that a dying process cut short."""
     lines: list[dict[str, Any]] = []
     if not path.exists():
         return lines
@@ -106,10 +103,10 @@ def read_curves(path: Path) -> list[dict[str, Any]]:
 
 
 class Display:
-    """A bar in a terminal, plain lines elsewhere, nothing where ``quiet``.
+    """A progress bar in a terminal, plain lines elsewhere, and nothing if ``quiet``.
 
-    Several runs may share one: each has a row of its own. A log on a full disk, a pipe that nobody reads any more or a
-    terminal that has gone away cost lines, never the run.
+    Several runs may share a display, with a row for each. Errors of the output, such as a full disk, a closed pipe or a
+    vanished terminal, lose lines but never stop the run.
     """
 
     def __init__(self, *, quiet: bool = False, console: Console | None = None, every: float = 30.0) -> None:
@@ -137,7 +134,7 @@ class Display:
         self._bars.stop()
 
     def add(self, name: str, total: int, done: int = 0) -> TaskID:
-        """A new row."""
+        """Add a row and return its id."""
         row = self._bars.add_task(name, total=total, completed=done, says="")
         self._names[row] = name
         self._begun[row] = time.monotonic(), done
@@ -154,10 +151,10 @@ class Display:
         loss: float | None = None,
         best: float | None = None,
     ) -> None:
-        """Move a row. Without a terminal this is a line every now and then, and where ``always``.
+        """Update a row. Without a terminal this prints a line every ``every`` seconds, and whenever ``always`` is set.
 
-        ``loss`` and ``best``, the score of the best validation, are in ``says`` for people; here they are for whoever
-        keeps them as numbers, as :class:`mgk.training.status.StatusDisplay` does.
+        ``says`` already shows ``loss`` and ``best``, the best validation score. They are passed as numbers for displays
+        that store them, such as :class:`mgk.training.status.StatusDisplay`.
         """
         self._bars.update(row, completed=done, says=says)
         now = time.monotonic()
@@ -168,16 +165,16 @@ class Display:
             self.say(f"{self._names[row]}: step {done:,} of {total:,}, {says}, {left} left")
 
     def saved(self, seconds: float) -> None:
-        """Hear how long a checkpoint took to write: for whoever has to stop in time."""
+        """Note how long writing a checkpoint took, for displays that must stop a run in time."""
 
     def say(self, text: str) -> None:
-        """One line for people."""
+        """Print a message."""
         if not self.quiet:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class CarelessFile:
-    """A file for people to look at, whose errors are not worth a run. rich would end the program at a closed pipe."""
+    """A file for display whose errors are ignored, because rich would end the program at a closed pipe."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file

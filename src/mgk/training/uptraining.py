@@ -1,4 +1,4 @@
-"""A model that exists, converted and trained further on text through its own tokenizer."""
+"""Uptraining: an existing model, converted and trained further on text with its own tokenizer."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from mgk.training.configuration import ConversionConfig, RunConfig
 from mgk.training.resolved_model import CONVERTED, conversion_options
 from mgk.training.task import Language, Share
 
-# What the caches of generation hold a number in.
+# Bytes per number in the caches of generation, which are in half precision.
 CACHE_ITEM_BYTES = 2
 
 
 class Uptraining(Language):
-    """The next token of a stream, for a converted model, which may also learn from the one that it was.
+    """Next-token prediction with a converted model, which may also learn from the original.
 
     loss = (1 - distillation) * cross-entropy + distillation * temperature^2 * KL(before || now)
 
@@ -52,7 +52,7 @@ class Uptraining(Language):
 
     @functools.cached_property
     def teacher(self) -> PreTrainedModel:
-        """The model before its conversion. It has no gradients and belongs to no checkpoint."""
+        """The original model. It has no gradients and is not saved in checkpoints."""
         return self._load().eval().requires_grad_(False)
 
     def build_model(self) -> PreTrainedModel:
@@ -107,7 +107,7 @@ class Uptraining(Language):
         advance_start(model)
 
     def evaluate(self, model: nn.Module, split: str, share: Share, progress: Progress) -> dict[str, float]:
-        """Nats per token of disjoint windows, and bits per byte: tokenizers differ in what a token is."""
+        """Return nats per token of disjoint windows, and bits per byte, which can be compared between tokenizers."""
         tokens, facts = self._tokens(split), self.corpus.manifest["facts"]
         length, batch_size = self.config.data.longest, self.config.validation.batch_size
         if split == "valid" and self.config.validation.limit is not None:
@@ -143,13 +143,13 @@ class Uptraining(Language):
         AutoTokenizer.from_pretrained(self.place).save_pretrained(folder)
 
     def _load(self) -> PreTrainedModel:
-        # Weights stay fp32: what is trained in half precision is autocast.
+        # Weights stay in fp32; training in half precision uses autocast.
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.place, dtype=torch.float32)
         return model
 
 
 class _WithLoss(nn.Module):
-    """A model of transformers that is asked as ours are: with labels that are shifted already."""
+    """A model of transformers with the interface of ours: its labels are already shifted."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 @torch.no_grad()
 def cache_bytes_per_token(model: PreTrainedModel) -> int:
-    """What generation keeps of each token in half precision: asked of the cache itself, which holds one token here."""
+    """Bytes per token in the cache of generation in half precision, measured with a cache of one token."""
     training = model.training
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     try:

@@ -1,4 +1,4 @@
-"""A comparison of runs as one HTML file: tables, curves, attention maps. It loads nothing, so it can be mailed."""
+"""A comparison of runs as one HTML file with tables, curves and attention maps, which loads no other files."""
 
 from mgk.analysis.report.page import AttentionMaps, Report, RunReport, Table, TableRow, write_report
 

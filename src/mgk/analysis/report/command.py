@@ -1,4 +1,4 @@
-"""The command that makes a run again."""
+"""The command that repeats a run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mgk.training.configuration import RunConfig, parse_yaml, to_mapping
 
 
 def reproduce(config: RunConfig) -> str:
-    """What to type to make a run with this configuration: its recipe, its row, its seed, and what was changed."""
+    """Return the command for a run with this configuration: its recipe, row, seed and changes."""
     if config.name not in mgk.recipes.names():
-        # Of somebody's own; what was changed on the command line cannot be told from what the file says.
+        # For a user's own recipe, changes on the command line cannot be told from the content of the file.
         words = [
             "mgk",
             "train",
@@ -23,14 +23,14 @@ def reproduce(config: RunConfig) -> str:
             f"seed={config.seed}",
         ]
         return f"{shlex.join(words)}  # {config.name}.yaml is a recipe of your own; its settings are all listed above"
-    # Most recipes name a row; where the architecture decides, a run without one is another configuration.
+    # Most runs name a row, but a run without one, whose architecture decides, is another configuration.
     commands = [_of_recipe(config, row) for row in dict.fromkeys([config.row or None, None])]
     command, missed = next((each for each in commands if not each[1]), commands[0])
     return command + (f"  # the recipe has changed since: {', '.join(missed)}" if missed else "")
 
 
 def _of_recipe(config: RunConfig, row: str | None) -> tuple[str, list[str]]:
-    """A command, and the settings that come out different."""
+    """Return a command, and the settings in which its configuration differs."""
     recipe = mgk.recipes.load(config.name)
     base, wanted = (flatten(to_mapping(each)) for each in (recipe.config(row), config))
     changed = {key: value for key, value in wanted.items() if key not in base or base[key] != value}
@@ -44,7 +44,7 @@ def _of_recipe(config: RunConfig, row: str | None) -> tuple[str, list[str]]:
 
 
 def yaml_value(value: Any) -> str:
-    """As the command line takes it: a word as it is, everything else as JSON, which YAML reads."""
+    """Format a value for the command line: a word as it is, everything else as JSON, which YAML can read."""
     if isinstance(value, str) and value and value.split() == [value] and _reads_as(value, value):
         return value
     return json.dumps(value)

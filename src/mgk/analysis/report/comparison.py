@@ -1,4 +1,4 @@
-"""Runs on disk made into one report: grouped by row, with what they cost and how to make them again."""
+"""Building a report from runs on disk, grouped by row, with their costs and commands."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mgk.training.configuration import differences, to_mapping
 from mgk.training.corpora import open_or_prepare
 from mgk.training.resolved_model import with_model_of_record
 
-# Points of a curve that a screen can show.
+# Most points of a curve, about as many as a screen can show.
 MOST_POINTS = 400
 
 
@@ -42,19 +42,19 @@ def compare_runs(
     command: str = "",
     progress: Progress = no_progress,
 ) -> Report:
-    """A report of runs. Those that differ in their seed alone make one row: mean and standard error over the seeds.
+    """Build the report of runs. Runs that differ only in their seed share a row, with mean and standard error.
 
-    Of each row the first run that has a checkpoint is in the explorer. A run without one is reported all the same, and
-    the page says what is missing.
+    The explorer shows the first run of each row that has a checkpoint. Runs without a checkpoint are reported as well,
+    and the page says what is missing.
 
     Args:
-        places: folders of runs, or results that were copied out of them.
-        title: heading of the page; ``None``: the recipe's.
-        examples: sequences to explore; 0: no explorer.
-        tokens: of each, at most.
-        source: folder of the raw files, where a corpus has yet to be prepared.
-        command: what writes this page again.
-        progress: shows how far it is.
+        places: folders of runs, or result files copied from them.
+        title: title of the page; ``None`` is that of the recipe.
+        examples: number of sequences in the explorer; 0 leaves it out.
+        tokens: most tokens of each sequence.
+        source: folder of the raw files, needed if a corpus is not prepared yet.
+        command: command that writes this page again.
+        progress: shows the progress.
     """
     if not places:
         raise ValueError("a report must have at least one run, got none")
@@ -97,14 +97,14 @@ def compare_runs(
 
 
 class _Seeing:
-    """Looks at the same examples with every model of a corpus, which is opened once."""
+    """Computes attention maps of the same examples with every model of a corpus, which is opened once."""
 
     def __init__(self, count: int, tokens: int, source: str | Path | None, progress: Progress) -> None:
         self.count, self.tokens, self.source, self.progress = count, tokens, source, progress
         self._corpora: dict[str, Corpus] = {}
 
     def look(self, run: Run, model: PreTrainedModel | None) -> tuple[list[AttentionMaps], str]:
-        """Maps of the examples, or why there are none."""
+        """Return the maps of the examples, and the reason if there are none."""
         if self.count == 0:
             return [], ""
         if model is None:
@@ -130,7 +130,7 @@ class _Seeing:
 
 
 def _group(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs that differ in nothing but their seed, by the name of their row."""
+    """Group runs that differ only in their seed, by the name of their row."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(json.dumps(_settings(run), sort_keys=True), []).append(run)
@@ -138,7 +138,7 @@ def _group(runs: Sequence[Run]) -> dict[str, list[Run]]:
     for group in members:
         seeds = [run.config.seed for run in group]
         for seed in seeds:
-            # Counted twice, one run would make its standard error too small.
+            # A run that is counted twice would make the standard error too small.
             if seeds.count(seed) > 1:
                 places = ", ".join(str(run.place) for run in group if run.config.seed == seed)
                 raise ValueError(f"runs of one row must have different seeds, got seed {seed} in {places}")
@@ -151,7 +151,7 @@ def _group(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def _distinct(number: int, names: Sequence[str], members: Sequence[list[Run]]) -> str:
-    """A row whose name another one has, too, says what is different about it."""
+    """Return a name of a row that is unique: if another row has the same name, its differences are added."""
     name, own = names[number] or "run", _settings(members[number][0])
     changed: dict[str, Any] = {}
     for other, group in zip(names, members, strict=True):
@@ -163,7 +163,7 @@ def _distinct(number: int, names: Sequence[str], members: Sequence[list[Run]]) -
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    """What decides the numbers, but for the seed; of the model what it was made with, whatever its name means today."""
+    """Settings that affect the numbers, without the seed. The model is the one that the run had at the time."""
     config = with_model_of_record(run.config, run.result) if run.result else run.config
     kept = {key: value for key, value in to_mapping(config).items() if key != "seed"}
     for path in free_to_change(config.task):
@@ -192,13 +192,13 @@ def _describe(
 
 
 def _curves(run: Run) -> dict[str, list[tuple[float, float]]]:
-    """The loss of training, and of each validation what people look at."""
+    """Return the curves to show: the training loss and the main validation metrics."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for line in run.curves:
         if line["kind"] == "train":
             names = {"loss": "training loss"}
         else:
-            # Perplexity and bits are the loss in other words.
+            # Bits per token show the same as the loss.
             hidden = {"step", "kind", "count", "bits_per_token", "validation_seconds"}
             hidden |= {"loss"} if "perplexity" in line else set()
             names = {key: f"validation {key}" for key in line if key not in hidden}
@@ -209,7 +209,7 @@ def _curves(run: Run) -> dict[str, list[tuple[float, float]]]:
 
 
 def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Means of neighbours where there are more points than can be seen."""
+    """Replace points by means of neighbours if there are more than a screen can show."""
     size = math.ceil(len(points) / MOST_POINTS)
     groups = [points[start : start + size] for start in range(0, len(points), size)]
     return [(group[-1][0], statistics.fmean(value for _, value in group)) for group in groups] if size > 1 else points
@@ -250,7 +250,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _baselines(runs: Sequence[Run]) -> tuple[str, dict[str, float]]:
-    """What needs no model, beside the curve of accuracy. (A perplexity without a model would leave curves no room.)"""
+    """Return baselines without a model for the curve of accuracy. (Those of perplexity would squeeze the curves.)"""
     found = {key: value for run in runs for key, value in run.result.get("baselines", {}).items()}
     kept = {key.removesuffix(", accuracy"): value for key, value in found.items() if key.endswith(", accuracy")}
     return "validation accuracy", kept

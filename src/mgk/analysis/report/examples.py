@@ -1,4 +1,4 @@
-"""Sequences of a corpus to look at, and how a model attends to them."""
+"""Example sequences of a corpus, and the attention of a model to them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mgk.data.registry import find_kind
 from mgk.data.store import Corpus
 
 SPLIT = "test"
-# Below this there is little to look at.
+# Fewest tokens of an example; shorter sequences show little.
 SHORTEST = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """A sequence, as a model reads it and as people do."""
+    """A sequence as model inputs and as text."""
 
     ids: Sequence[int]
     words: Sequence[str]
@@ -33,15 +33,15 @@ class Example:
 
 
 def find_examples(corpus: Corpus, *, count: int, longest: int) -> list[Example]:
-    """The first sequences of the test part that fit, else the first ones, cut.
+    """Return the first test sequences that fit, or else the first ones, cut.
 
-    Of a pair this is the first sequence, of a translation the source, of a language model's stream windows that follow
-    one another.
+    For pairs they are the first sequences, for translation the sources, and for a language model's stream consecutive
+    windows.
 
     Args:
-        corpus: prepared.
-        count: how many, at most.
-        longest: tokens that a sequence may have.
+        corpus: prepared corpus.
+        count: most sequences.
+        longest: most tokens of a sequence.
     """
     kind = find_kind(corpus.name)
     field = "source" if kind.task == "translation" else "text"
@@ -60,16 +60,16 @@ def find_examples(corpus: Corpus, *, count: int, longest: int) -> list[Example]:
 
 
 def look(model: PreTrainedModel, example: Example) -> AttentionMaps:
-    """Weights, and what part of them each component gives.
+    """Compute the attention weights of a model on an example, and the share of each component.
 
-    Of a translation model this is the self-attention of the encoder.
+    For a translation model they are those of the encoder's self-attention.
     """
     ids = torch.tensor([list(example.ids)])
     inputs: dict[str, Any] = {"input_ids": ids}
     if model.config.is_encoder_decoder:
         model = model.get_encoder()
     elif model.config.is_decoder:
-        # With a cache linear attention would go on from a state, and form no weights.
+        # With a cache, linear attention would use a state and form no weights.
         inputs["use_cache"] = False
     elif "Pair" in type(model).__name__:
         inputs["pair_input_ids"] = ids
@@ -81,7 +81,7 @@ def look(model: PreTrainedModel, example: Example) -> AttentionMaps:
 
 
 def _chosen(corpus: Corpus, task: str, field: str, count: int, longest: int) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Number and tokens of each."""
+    """Yield the number and the tokens of each chosen sequence."""
     split = corpus.splits[SPLIT]
     if task == "language":
         stream = split.sequences[field].tokens
@@ -99,7 +99,7 @@ def _chosen(corpus: Corpus, task: str, field: str, count: int, longest: int) -> 
     short = np.flatnonzero((lengths > 0) & (lengths < min(SHORTEST, longest)))
     seen: set[int] = set()
     for number in np.concatenate([fitting, others, short]).tolist():
-        # Many pairs share a document.
+        # Skip documents that an earlier pair has shown, because many pairs share a document.
         if int(places[number]) in seen:
             continue
         if len(seen) == count:
@@ -109,7 +109,7 @@ def _chosen(corpus: Corpus, task: str, field: str, count: int, longest: int) -> 
 
 
 def _word(corpus: Corpus, field: str, token: Any) -> str:
-    """One token as text; what is no text by itself, such as a byte of a longer character, by its number."""
+    """Return a token as text, or its number if it is no text by itself, such as a byte of a longer character."""
     if field == "source" and int(token) < len(translation.SPECIAL_TOKENS):
         return translation.SPECIAL_TOKENS[int(token)]
     word = find_kind(corpus.name).decode(corpus, field, np.asarray([token]))

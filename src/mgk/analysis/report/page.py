@@ -1,7 +1,7 @@
-"""What stands on the page, and how it is written.
+"""The content of the page, and how it is written.
 
-``page.html`` is the frame, ``page.css`` the look; ``dom.js``, ``charts.js``, ``explorer.js`` and ``start.js``, one
-after the other, draw the data that is embedded here.
+``page.html`` is the frame and ``page.css`` the style. ``dom.js``, ``charts.js``, ``explorer.js`` and ``start.js``, in
+this order, draw the embedded data.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-# As many as page.css has; row 7 gets the first one again, with a dashed line.
+# Number of colours in page.css; row 7 has the first colour again, with a dashed line.
 NUM_COLOURS = 6
-# In a table, what a run does not have.
+# Shown in a table for a value that a run does not have.
 ABSENT = "\N{EN DASH}"
 SCRIPTS = ("dom.js", "charts.js", "explorer.js", "start.js")
 
@@ -33,39 +33,39 @@ class AttentionMaps:
     """The attention weights of one sequence."""
 
     tokens: Sequence[str]
-    """N tokens, as they are to be shown."""
+    """The N tokens as text."""
     weights: ArrayLike
-    """``[layers, heads, N, N]``, queries before keys. The page grows by 4/3 bytes for each weight."""
+    """``[layers, heads, N, N]``, queries before keys. Each weight takes 4/3 bytes of the page."""
     shares: ArrayLike | None = None
-    """``[layers, heads, M, N, N]``: what part of a weight each component gave; ``None``: there is one component. The
-    page grows by 4/3 bytes for each, those of the last component not counted."""
+    """``[layers, heads, M, N, N]``: the share of each component in a weight; ``None`` if there is one component. Each
+    share but those of the last component takes 4/3 bytes of the page."""
     title: str = ""
-    """What the sequence is, and what of it is left out."""
+    """Description of the sequence, and of what is left out of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """What the page shows of one run."""
+    """The content of the page about one run."""
 
     name: str
-    """Unique on the page."""
+    """Name of the run, unique on the page."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Its row of the summary table, where the report has no table of its own."""
+    """Cells of the run in the summary table, for a report without ``results``."""
     row: str = ""
-    """Runs of one row differ in their seed only: they share a colour, and a name in the charts. Empty: its own name."""
+    """Name of the row, whose runs differ only in their seed and share a colour and a legend; empty for ``name``."""
     curves: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
-    """Points (step, value) by name; curves of one name share a chart. Points that are not finite are left out, and
-    their number is written under the chart."""
+    """Points (step, value) by name; curves with the same name share a chart. Points that are not finite are left out,
+    and their number is shown below the chart."""
     maps: Sequence[AttentionMaps] = ()
-    """One for each example. The explorer shows them by number: give every run the same examples."""
+    """Attention maps of each example. The explorer selects them by number, so every run must have the same examples."""
     shares_are: str = "responsibility"
-    """What the shares of its maps are called."""
+    """Name of the shares in its maps."""
     configuration: Mapping[str, Any] = field(default_factory=dict)
-    """All settings, compared below the charts."""
+    """All settings, which are compared below the charts."""
     facts: Mapping[str, str] = field(default_factory=dict)
-    """Versions, the checksum of the data: what else its numbers may depend on."""
+    """Other facts on which its numbers may depend, such as versions and the checksum of the data."""
     command: str = ""
-    """What makes this run again."""
+    """Command that repeats this run."""
 
     @property
     def row_name(self) -> str:
@@ -79,7 +79,7 @@ class TableRow:
     name: str
     cells: Sequence[str]
     is_reference: bool = False
-    """Whether it is there to compare with, such as what needs no model."""
+    """Whether it is a reference, such as a baseline without a model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,44 +87,44 @@ class Table:
     """A table whose lines are rows of the comparison."""
 
     columns: Sequence[str]
-    """Headings, without that of the names."""
+    """Headings, except that of the names."""
     rows: Sequence[TableRow]
     notes: Sequence[str] = ()
-    """Sentences below it."""
+    """Sentences below the table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything on the page."""
+    """The content of the page."""
 
     title: str
     """The heading."""
     runs: Sequence[RunReport]
-    """At least one."""
+    """The runs, at least one."""
     subtitle: str = ""
     """A sentence under the heading."""
     results: Table | None = None
-    """The first table; ``None``: the columns of the runs."""
+    """The first table; ``None`` builds it from the ``columns`` of the runs."""
     costs: Table | None = None
-    """What the models cost."""
+    """Table of the models' costs."""
     baselines: Mapping[str, float] = field(default_factory=dict)
-    """What needs no model, such as the share of the largest class: a dashed line each."""
+    """Baselines without a model, such as the share of the largest class, each drawn as a dashed line."""
     metric: str | None = None
-    """The curve that the baselines belong to; ``None``: every curve with "accuracy" in its name."""
+    """Curve to which the baselines belong; ``None`` for every curve with "accuracy" in its name."""
     missing: Sequence[str] = ()
-    """What the explorer cannot show, and why: a sentence each."""
+    """Sentences about what the explorer cannot show, with reasons."""
     notes: Sequence[str] = ()
-    """What a reader must know to judge the numbers."""
+    """Sentences that a reader needs to judge the numbers."""
     command: str = ""
-    """What writes this page again."""
+    """Command that writes this page again."""
 
 
 def write_report(path: str | Path, report: Report) -> Path:
-    """Write the page, folders included. The same report gives the same bytes.
+    """Write the page, and create its folder. The same report gives the same bytes.
 
     Args:
-        path: of the HTML file.
-        report: what to show.
+        path: path of the HTML file.
+        report: content of the page.
     """
     _check(report)
     charts = _charts(report)
@@ -144,7 +144,7 @@ def write_report(path: str | Path, report: Report) -> Path:
     page = Template(_resource("page.html")).substitute(
         title=escape(report.title),
         subtitle=f'<p class="subtitle">{escape(report.subtitle)}</p>' if report.subtitle else "",
-        # Whatever stands in the data: only this script runs, and only this style is applied.
+        # Whatever the data contains, the browser runs only this script and applies only this style.
         script_hash=_hash(script),
         style_hash=_hash(style),
         style=style,
@@ -179,12 +179,12 @@ def _check(report: Report) -> None:
 
 
 def _union(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
-    """All keys, in the order in which they first appear."""
+    """Return all keys in the order in which they first appear."""
     return list(dict.fromkeys(key for mapping in mappings for key in mapping))
 
 
 def _rows(runs: Sequence[RunReport]) -> dict[str, int]:
-    """The number of each row, which decides its colour."""
+    """Return the number of each row, which decides its colour."""
     return {name: number for number, name in enumerate(dict.fromkeys(run.row_name for run in runs))}
 
 
@@ -231,7 +231,7 @@ def _table(name: str, table: Table, rows: Mapping[str, int]) -> str:
 
 
 def _box(name: str, heads: Sequence[str], lines: Sequence[str]) -> str:
-    """In a box of its own, which scrolls where the table is wider than the page."""
+    """Return a table in a box that scrolls if the table is wider than the page."""
     head = "".join(f'<th scope="col">{content}</th>' if content else "<td></td>" for content in heads)
     body = "\n".join(lines)
     return (
@@ -248,13 +248,13 @@ def _line(head: str, cells: Sequence[str], *, mark: str = "") -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Chart:
-    """All curves of one name."""
+    """All curves with one name."""
 
     name: str
     points: Sequence[NDArray[np.float64]]
-    """``[n, 2]`` of each run, finite and sorted by step; n may be 0."""
+    """Points ``[n, 2]`` of each run, finite and sorted by step; n may be 0."""
     left_out: Sequence[int]
-    """How many points of each run were not finite."""
+    """Number of points of each run that were not finite."""
     has_baselines: bool
 
 
@@ -276,7 +276,7 @@ def _charts(report: Report) -> list[_Chart]:
 
 
 def _chart_frames(report: Report, charts: Sequence[_Chart]) -> str:
-    """A figure for each chart; the script fills it."""
+    """Return an empty figure for each chart, which the script fills."""
     frames = []
     for number, chart in enumerate(charts):
         counts = zip(report.runs, chart.left_out, strict=True)
@@ -301,7 +301,7 @@ def _explorer(report: Report) -> str:
 
 
 def _configuration(runs: Sequence[RunReport], rows: Mapping[str, int]) -> str:
-    """What differs is there to see; the rest unfolds."""
+    """Return the settings: the differing ones are visible, the rest can be unfolded."""
     keys = _union(run.configuration for run in runs)
     if not keys:
         return ""
@@ -320,7 +320,7 @@ def _configuration(runs: Sequence[RunReport], rows: Mapping[str, int]) -> str:
 
 
 def _value(value: Any) -> str:
-    """As YAML has it: what is typed on the command line."""
+    """Format a value as YAML, as it is typed on the command line."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -352,7 +352,7 @@ def _command(command: str, of: str) -> str:
 
 
 def _data(report: Report, charts: Sequence[_Chart], rows: Mapping[str, int]) -> dict[str, Any]:
-    """What the script draws."""
+    """Return the data for the script."""
     return {
         "rows": list(rows),
         "runs": [
@@ -377,16 +377,16 @@ def _data(report: Report, charts: Sequence[_Chart], rows: Mapping[str, int]) -> 
 
 
 def _short(number: float) -> float:
-    """Seven digits, which is more than a screen shows."""
+    """Round to seven digits, which is more than a screen shows."""
     return float(f"{number:.7g}")
 
 
 def _encode_maps(run: str, maps: AttentionMaps) -> dict[str, Any]:
-    """Weights as bytes ``round(255 sqrt(weight / m))``, m the largest of the row, which is kept in fp32; shares, but
-    for those of the last component, as bytes ``round(255 share)``.
+    """Encode weights as bytes ``round(255 sqrt(weight / m))``, with the row maximum m in fp32, and shares as bytes.
 
-    The root spends the bytes on small weights, of which there are most; an error is below 0.4 % of m. That of a share
-    is below 0.002, and of the last one below M - 1 times that.
+    The square root gives small weights, of which there are most, more resolution; an error is below 0.4 % of m. Shares
+    of all components but the last are ``round(255 share)``. The error of a share is below 0.002, and that of the last
+    component below M - 1 times that.
     """
     weights, length = np.asarray(maps.weights, dtype=np.float32), len(maps.tokens)
     if weights.ndim != 4 or weights.size == 0 or weights.shape[2:] != (length, length):
@@ -430,5 +430,5 @@ def _base64(array: NDArray[Any]) -> str:
 
 
 def _embed(data: dict[str, Any]) -> str:
-    """JSON that cannot end the script element it stands in."""
+    """Encode data as JSON that cannot end the script element that contains it."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

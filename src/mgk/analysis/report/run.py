@@ -1,4 +1,4 @@
-"""What a run has left on disk: its configuration, its curves, its result and its best model."""
+"""Reading a run from disk: its configuration, curves, result and best model."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ EVALUATION = "evaluation-test.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run, finished or not."""
+    """A run on disk, finished or not."""
 
     place: Path
-    """Its folder, or the file of its result."""
+    """Folder of the run, or the file of its result."""
     config: RunConfig
     result: Mapping[str, Any] = field(default_factory=dict)
-    """Empty where it has none yet."""
+    """Result of the run; empty if there is none yet."""
     curves: tuple[Mapping[str, Any], ...] = ()
-    """Every measurement, in order."""
+    """All measurements in order."""
     checkpoint: Path | None = None
-    """Folder of the best model, or of the newest where none has been validated."""
+    """Folder of the best checkpoint, or of the newest if none has been validated."""
     missing: str = ""
-    """Why there is no checkpoint."""
+    """Reason why there is no checkpoint."""
 
 
 def read_run(place: str | Path) -> Run:
-    """Read what is there. A run needs its configuration and, besides, a result, curves or a checkpoint.
+    """Read a run, which must have a configuration, and a result, curves or a checkpoint.
 
     Args:
-        place: folder of a run, or a result that was copied out of one.
+        place: folder of a run, or a result file copied from one.
     """
     place = Path(place)
     if place.is_file():
@@ -54,7 +54,7 @@ def read_run(place: str | Path) -> Run:
     config = from_mapping(RunConfig, read_yaml(place / CONFIG))
     found = _read_result(place / result.RESULT) if (place / result.RESULT).is_file() else {}
     if found and (place / EVALUATION).is_file():
-        # The same model, tested as the paper tests: a sliding window, BLEU with a wide beam.
+        # mgk evaluate has tested the same model with the paper's protocol: a sliding window, BLEU with a wide beam.
         evaluated = _read_result(place / EVALUATION, by_split=False)
         if evaluated.get("best_step") == found.get("best_step"):
             metrics = found["metrics"]
@@ -67,7 +67,7 @@ def read_run(place: str | Path) -> Run:
 
 
 def _what_it_is(folder: Path) -> str:
-    """A saved model is the likeliest mistake."""
+    """Describe a folder that is not a run; most likely it is a saved model."""
     if not (folder / MODEL_CONFIG).is_file():
         return ""
     kind = read_model_config(folder).get("model_type")
@@ -75,7 +75,7 @@ def _what_it_is(folder: Path) -> str:
 
 
 def _find_checkpoint(folder: Path) -> tuple[Path | None, str]:
-    """The best model, else the newest; or why there is none. A damaged one is an error, never passed over."""
+    """Return the best checkpoint, else the newest, or the reason if there is none. A damaged one is an error."""
     for kind in (BEST, STEP):
         damaged: list[str] = []
         found = checkpoint.newest(folder / CHECKPOINTS, kind, damaged.append)
@@ -87,7 +87,7 @@ def _find_checkpoint(folder: Path) -> tuple[Path | None, str]:
 
 
 def _read_result(path: Path, *, by_split: bool = True) -> dict[str, Any]:
-    """A result whose parts are what the tables need."""
+    """Read a result, and check the parts that the tables need."""
     found = result.read(path)
     metrics = found["metrics"]
     for key in ("config", "metrics", "corpus", "versions", "baselines"):

@@ -1,4 +1,4 @@
-"""Settings as the command line names them."""
+"""Settings by the names of the command line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def flatten(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Nested settings by their path, as the command line names them."""
+    """Flatten nested settings to paths, which are their names on the command line."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= flatten(value, f"{where}{key}.") if isinstance(value, Mapping) and value else {f"{where}{key}": value}

@@ -1,4 +1,4 @@
-"""The tables of a comparison: what the runs reached, and what their models cost."""
+"""The tables of a comparison: the metrics of the runs, and the costs of their models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mgk.analysis.report.run import Run
 from mgk.training.configuration import RunConfig
 
 FIRST = ("accuracy", "bleu", "tokenised_lowercase_bleu", "sliding_perplexity", "perplexity")
-# A sentence of a translation has no length of its own to count with.
+# Length for which the operations of a translation model are counted, because sentences differ in length.
 SENTENCE = 32
 COSTS = (
     "parameters", "of which embeddings", "forward MFLOPs a token", "key and value bytes a token", "training tokens",
@@ -26,14 +26,14 @@ COSTS = (
 
 
 def results_table(rows: Mapping[str, Sequence[Run]]) -> Table:
-    """Mean and standard error over the seeds, beside what the paper has and what needs no model."""
+    """Return the table of means and standard errors over seeds, next to the paper's numbers and simple baselines."""
     every = [run for members in rows.values() for run in members]
     names = [
         (split, name)
         for split in ("test", "valid")
         for name in _in_order(dict.fromkeys(name for run in every for name in _metrics(run, split)))
     ]
-    # Of the validation what chose the model is enough.
+    # Of the validation, only the metric that chose the model is shown.
     chosen = {run.config.validation.metric for run in every}
     names = [(split, name) for split, name in names if split == "test" or name in chosen]
     papers = {row: _published(members[0].config) for row, members in rows.items()}
@@ -68,18 +68,18 @@ def results_table(rows: Mapping[str, Sequence[Run]]) -> Table:
 
 
 def _published(config: RunConfig) -> dict[str, str]:
-    """What the paper has for this row. Its accuracies are percent already."""
+    """Return the paper's numbers for this row, whose accuracies are already in percent."""
     found = mgk.recipes.published(config.name, config.row) if config.row else {}
     return {name: f"{value:.2f}{' %' if name.endswith('accuracy') else ''}" for name, value in found.items()}
 
 
 def _of_nats(value: float) -> dict[str, float]:
-    """The loss in the words of a language model's metrics."""
+    """Convert a loss in nats to the metrics of a language model."""
     return {"loss": value, "bits_per_token": value / math.log(2), "perplexity": math.exp(value)}
 
 
 def _in_order(names: Iterable[str]) -> list[str]:
-    """What people look at first comes first."""
+    """Sort metrics by importance."""
     return sorted(names, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
 
 
@@ -107,14 +107,14 @@ def _mean(metric: str, values: Sequence[float]) -> str:
 
 
 def _number(metric: str, value: float) -> str:
-    """Accuracies are percent, as the paper has them."""
+    """Format a metric. Accuracies are in percent, as in the paper."""
     return (
         f"{100 * value:.2f} %" if metric.endswith("accuracy") else f"{value:,.4g}" if value >= 100 else f"{value:.3f}"
     )
 
 
 def cost_row(row: str, members: Sequence[Run], model: PreTrainedModel | None) -> TableRow:
-    """What a row cost, of which one model is at hand or none."""
+    """Return the cost of a row, given one of its models or none."""
     done = [run.result for run in members if run.result]
     seconds = [found["seconds"] for found in done if "seconds" in found]
     read = [found["tokens"] for found in done if "tokens" in found]
@@ -134,7 +134,7 @@ def cost_row(row: str, members: Sequence[Run], model: PreTrainedModel | None) ->
 
 
 def _flops_per_token(config: RunConfig, model: PreTrainedModel) -> float:
-    """Of one sequence as long as the run's longest, counted without computing anything."""
+    """Operations per token for a sequence of the run's longest length, counted without running the model."""
     length = SENTENCE if config.task == "translation" else config.data.longest
     with torch.device("meta"):
         twin = type(model)(model.config).to(torch.float32).eval()
@@ -150,7 +150,7 @@ def _flops_per_token(config: RunConfig, model: PreTrainedModel) -> float:
 
 
 def cost_notes(runs: Sequence[Run]) -> list[str]:
-    """What the numbers of the costs mean."""
+    """Return sentences that explain the numbers of the costs."""
     lengths = sorted({run.config.data.longest for run in runs if run.config.task != "translation"})
     notes = ["FLOPs are those of all matrix products of a forward pass, 2mnk each, as the algebra needs them."]
     if lengths:

@@ -1,1 +1,1 @@
-"""Processes of a command that works on several things at once. Nothing here imports torch: starting must not wait."""
+"""Child processes of a command that runs several things at once. To start fast, nothing here imports torch."""

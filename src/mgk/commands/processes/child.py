@@ -1,8 +1,8 @@
-"""What a child process does before and after its work.
+"""The child's side of a child process: its setup, its work and its end.
 
-It is the leader of a session of its own, so that a signal to the command's group is not one to it, and all that it
-starts can be ended with it. It holds one end of a pipe, the lifeline, whose other end only the command has: when that
-closes, however the command died, the child is told to stop as if by SIGTERM, and is gone a minute later in any case.
+A child leads its own session, so that signals to the command's process group do not reach it, and the processes that it
+starts can be ended with it. It holds one end of a pipe, the lifeline, whose other end only the command has. When that
+end closes, however the command died, the child stops as if by SIGTERM, and is killed a minute later in any case.
 """
 
 from __future__ import annotations
@@ -21,23 +21,21 @@ from types import FrameType
 from typing import Any, NoReturn
 
 PATIENCE = 60.0
-"""Seconds that a child has to save after the command has died."""
+"""Seconds that a child has for saving after the command has died."""
 
 
 def run(request: Mapping[str, Any], lifeline: int) -> int:
-    """Do the work of a request in this process; the exit code.
+    """Do the work of a request in this process, and return the exit code.
 
-    Args:
-        request: ``target``, the function to call as ``module:name``, its ``argument``, a file that becomes its
-            ``log``, and what its ``environment`` has beside ours.
-        lifeline: the descriptor to read from.
+    Args: request: ``target``, the function to call as ``module:name``; its ``argument``; the path of its ``log``; and
+        additional variables for its ``environment``. lifeline: descriptor of the lifeline, to read from.
     """
     if os.getsid(0) != os.getpid():
         os.setsid()
     _redirect(request["log"])
     os.environ.update(request["environment"])
-    # Not the default, which would end it in the middle of anything: a GPU under MPS takes that as a fault, and ends the
-    # work of all processes on it.
+    # The default action would end the process at any point, which a GPU under MPS treats as a fault that ends the work
+    # of all processes on it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     threading.Thread(target=_watch, args=(lifeline,), daemon=True).start()
@@ -50,7 +48,7 @@ def run(request: Mapping[str, Any], lifeline: int) -> int:
 
 
 def _redirect(log: str) -> None:
-    """Nothing to read, and all that is printed goes to the log."""
+    """Close standard input, and redirect all output to the log."""
     sys.stdout.flush()
     sys.stderr.flush()
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -66,7 +64,7 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _watch(lifeline: int) -> None:
-    """Wait until the command is gone."""
+    """Wait until the command has ended, then stop this process."""
     with contextlib.suppress(OSError):
         while os.read(lifeline, 1):
             pass
@@ -76,7 +74,7 @@ def _watch(lifeline: int) -> None:
 
 
 def main() -> None:
-    """A child that has an interpreter of its own: the lifeline and the request are its arguments."""
+    """Run a child in an interpreter of its own. Its arguments are the lifeline and the request."""
     lifeline, request = sys.argv[1:]
     raise SystemExit(run(json.loads(request), int(lifeline)))
 

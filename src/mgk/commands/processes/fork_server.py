@@ -1,8 +1,9 @@
-"""A process that has imported what its children need, and forks them.
+"""A process that imports what its children need, and forks them.
 
-To import torch and all the rest takes seconds, many on some machines; a fork takes milliseconds. Requests come as lines
-of JSON, each with a number; the answers are lines, too: the process that has been started, and later its exit code.
-The server has an interpreter of its own, runs nothing itself, and so has no GPU and no threads at work to be copied.
+Importing torch and the rest takes seconds, on some machines many; a fork takes milliseconds. Requests are lines of
+JSON, each with a number. So are the replies: the id of the process that was started, and later its exit code. The
+server has an interpreter of its own and does no work itself, so it holds no GPU and no running threads that a fork
+would copy.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from typing import Any
 from mgk.commands.processes import child
 
 OFTEN = 0.05
-"""Seconds between two looks at the children."""
+"""Seconds between two checks of the children."""
 
 
 def serve(requests: int, replies: int) -> dict[str, Any] | None:
-    """Fork a child for each request, until there are no more requests: that is ``None``.
+    """Fork a child for each request. Return ``None`` in the server, after the last request, and the request in a child.
 
-    In a child the request comes back that the child is for: what it does, it does from the top of the program, and ends
-    as programs do. ``os._exit`` would leave a GPU's driver to find out by itself.
+    A child returns to the top of the program, does its work there and exits normally: ``os._exit`` would skip the
+    clean-up of the GPU's driver.
 
     Args:
-        requests: a descriptor to read from.
-        replies: one to write to.
+        requests: descriptor to read requests from.
+        replies: descriptor to write replies to.
     """
     children: dict[int, int] = {}
     text = b""
@@ -62,11 +63,11 @@ def _reply(replies: int, **content: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The server: descriptors of requests, replies and the lifeline, and the modules to import."""
+    """Run the server. Its arguments are the descriptors of requests, replies and lifeline, and modules to import."""
     requests, replies, lifeline = map(int, arguments[:3])
     for name in arguments[3:]:
         importlib.import_module(name)
-    # What has been imported stays shared with the children: nobody goes through it again to collect it.
+    # Freeze the imported objects, so that garbage collection in the children does not touch the shared memory.
     gc.collect()
     gc.freeze()
     request = serve(requests, replies)

@@ -1,4 +1,4 @@
-"""Child processes from the command's side: started, told to stop, and what they ended with."""
+"""The command's side of its child processes: starting and stopping them, and their exit codes."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from typing import Any
 import mgk
 
 LOST = -signal.SIGKILL
-"""What a child ended with whose server has died: it is killed, since nobody would hear of its end."""
+"""Exit code of a child whose server has died. It is killed, because its end would not be reported."""
 
 
 IMPORT_SECONDS = 300.0
-"""After which a server that has not said a word is given up."""
+"""Seconds after which a server that has not replied is given up."""
 
 
 class Child:
-    """A process at work."""
+    """A running child process."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.process: int | None = None
-        """Its id, which is that of its group as well; ``None`` until the server has said so."""
+        """Id of the process and of its group; ``None`` until the server has reported it."""
         self.code: int | None = None
-        """What it ended with, a signal as a negative number; ``None`` while it is at work."""
+        """Exit code, negative for a signal; ``None`` while it runs."""
         self._signals: list[int] = []
 
     def send(self, number: int) -> None:
-        """Send a signal to the process alone: SIGTERM has it save, and what it has started is for itself to end."""
+        """Send a signal to this process only. At SIGTERM it saves and ends the processes that it has started."""
         if self.process is None:
             self._signals.append(number)
         elif self.code is None:
@@ -46,13 +46,13 @@ class Child:
                 os.kill(self.process, number)
 
     def begin(self, process: int) -> None:
-        """Learn its id."""
+        """Record the id of the process."""
         self.process = process
         for number in self._signals:
             self.send(number)
 
     def end(self, code: int) -> None:
-        """Learn what it ended with, and end what it may have left behind."""
+        """Record the exit code, and end processes that the child has left behind."""
         self.code = code
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -60,13 +60,11 @@ class Child:
 
 
 class Launcher:
-    """Starts children that call a function: from a server that forks them, or, where there is none, one by one.
+    """Starts child processes that call a function, forked from a server, or else each with its own interpreter.
 
-    Args:
-        target: the function, as ``module:name``. It gets one argument that JSON can hold, and gives the exit code.
-        preload: modules that the server imports before it forks.
-        environment: what the children's has beside ours.
-        fork: ``False`` has an interpreter for each child.
+    Args: target: the function, as ``module:name``. It takes one argument that JSON can represent, and returns the exit
+        code. preload: modules that the server imports before it forks. environment: additional environment variables of
+        the children. fork: whether to fork from a server; ``False`` starts an interpreter for each child.
     """
 
     def __init__(
@@ -75,7 +73,7 @@ class Launcher:
         self.target, self.preload = target, tuple(preload)
         self.environment = dict(environment or {})
         self.children: dict[int, Child] = {}
-        """Those at work, by number."""
+        """Running children by number."""
         self._count = 0
         self._interpreters: dict[int, subprocess.Popen[bytes]] = {}
         self._lifeline, self._held = os.pipe()
@@ -88,7 +86,7 @@ class Launcher:
 
     @property
     def has_server(self) -> bool:
-        """Whether children are forked."""
+        """Whether children are forked from a server."""
         return self._requests >= 0
 
     def __enter__(self) -> Launcher:
@@ -100,7 +98,7 @@ class Launcher:
         self.close()
 
     def start(self, argument: Mapping[str, Any], log: Path) -> Child:
-        """Start a child whose output goes to a log."""
+        """Start a child whose output is written to ``log``."""
         child = Child(self._count)
         self._count += 1
         self.children[child.number] = child
@@ -121,7 +119,7 @@ class Launcher:
         return child
 
     def poll(self) -> None:
-        """Hear of what has begun and ended, without waiting."""
+        """Record which children have started and ended, without waiting."""
         while self.has_server and select.select([self._replies], [], [], 0)[0]:
             piece = os.read(self._replies, 1 << 16)
             if not piece:
@@ -140,13 +138,13 @@ class Launcher:
                 self.children.pop(number).end(code)
 
     def give_up_server(self) -> None:
-        """From now on every child has an interpreter of its own; those of the server end here."""
+        """End the server and its children. Later children get an interpreter of their own."""
         for number in [each for each in self.children if each not in self._interpreters]:
             self.children.pop(number).end(LOST)
         self._close_server()
 
     def close(self) -> None:
-        """End everything: children that are still at work see it as the death of the command."""
+        """End everything. Running children stop as if the command had died."""
         os.close(self._held)
         os.close(self._lifeline)
         self._close_server()
@@ -162,11 +160,12 @@ class Launcher:
             child.end(reply["code"])
 
     def _start_server(self) -> tuple[int, int]:
-        """Start the process that forks; the descriptors to write requests to and to read replies from."""
+        """Start the server, and return the descriptors for writing requests and reading replies."""
         requests, ours = os.pipe()
         heard, replies = os.pipe()
         descriptors = (requests, replies, self._lifeline)
-        # So that to look for a GPU, as a module may do when it is imported, does not begin to use it: a fork could not.
+        # With this variable a module that looks for a GPU on import does not initialise CUDA, which would break in a
+        # fork.
         environment = {**_environment(), **self.environment, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
         self._server = subprocess.Popen(
             [sys.executable, "-m", "mgk.commands.processes.fork_server", *map(str, descriptors), *self.preload],
@@ -192,14 +191,14 @@ class Launcher:
             os.close(self._replies)
             self._requests = self._replies = -1
         if self._server is not None:
-            # It may still be importing, and has nothing of its own to lose.
+            # The server may still be importing, and has no state to save.
             self._server.kill()
             self._server.wait()
             self._server = None
 
 
 def _environment() -> dict[str, str]:
-    """Ours, and where this mgk is, which may be known to this interpreter only."""
+    """Our environment, extended by the path of this mgk, which may be known only to this interpreter."""
     here = str(Path(mgk.__file__).parents[1])
     known = os.environ.get("PYTHONPATH", "")
     return {**os.environ, "PYTHONPATH": os.pathsep.join([here, *([known] if known else [])])}

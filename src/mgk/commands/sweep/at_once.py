@@ -1,4 +1,4 @@
-"""Many runs, several at once on one device, each in a process of its own."""
+"""A sweep that runs several cells at once on one device, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from mgk.training.corpora import default_folder, open_or_prepare
 from mgk.training.signals import GracefulStop
 
 STOPPED = 143
-"""What a sweep ends with whose time was up before its cells were done, as a run that was told to stop does."""
+"""Exit code of a sweep whose time was up before all cells were done: that of a run that SIGTERM has stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a sweep."""
+    """The outcome of a sweep."""
 
     cells: Sequence[Progress]
     signal: int | None = None
-    """That stopped it."""
+    """Signal that stopped the sweep, if any."""
 
     @property
     def exit_code(self) -> int:
-        """0: all are done. 1: some have failed. 128 + a signal, 143 for time: the same command goes on."""
+        """0 if all cells are done, 1 if some failed, 128 + signal (143 for time) if the same command can resume it."""
         if self.signal is not None:
             return 128 + self.signal
         if any(each.state in ("waiting", "stopped") for each in self.cells):
@@ -53,7 +53,7 @@ class Outcome:
 
     @property
     def sweeps(self) -> list[Sweep]:
-        """The results by recipe, for a table of each."""
+        """Results grouped by recipe, for a table of each."""
         found: dict[str, Sweep] = {}
         for each in self.cells:
             config = each.cell.config
@@ -81,22 +81,22 @@ def run_cells(
     table: LiveTable | None = None,
     progress: Bar = no_progress,
 ) -> Outcome:
-    """Run the cells that have no result yet, the first ones first.
+    """Run the cells that have no result yet, in order of priority.
 
     Args:
-        cells: the most wanted first.
+        cells: cells by descending priority.
         launcher: starts their processes.
-        jobs: how many at once; ``None``: as many as fit.
+        jobs: number of cells at once; ``None`` is as many as fit.
         source: folder of the raw files.
         device: ``cpu``, ``cuda`` or ``auto``.
-        results: where to put what finished cells hold, and where results may be that count as done.
-        seconds: after which everything is to have ended, since this process began.
-        archive: a file for what finished cells hold.
-        analyze: whether to analyse each cell after its end.
-        evaluate: the splits on which each language model and translator is evaluated after its end.
-        summary: a JSON file for what the sweep took.
-        table: shows how far it is.
-        progress: shows how far the preparing of the data is.
+        results: folder to which the results of finished cells are copied; a cell with a result there counts as done.
+        seconds: time limit, counted from the start of this process, by which everything has ended.
+        archive: tar file for the contents of finished cells.
+        analyze: whether to analyse each cell when it has finished.
+        evaluate: splits on which each language model and translator is evaluated when it has finished.
+        summary: JSON file for the time that the sweep took.
+        table: shows the progress of the cells.
+        progress: shows the progress of preparing the data.
     """
     begun = time.monotonic() - process_seconds()
     table = table or LiveTable()
@@ -142,10 +142,10 @@ def run_cells(
 
 
 def process_seconds() -> float:
-    """How long this process has been there: what it took to import is part of what a command takes."""
+    """Seconds since this process started, so that the time of imports is counted."""
     try:
         with open("/proc/self/stat", encoding="utf-8") as file:
-            # After the name, which may hold anything, the 20th field.
+            # The start time is the 20th field after the name, which may contain anything.
             ticks = int(file.read().rpartition(")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, AttributeError, IndexError):
@@ -153,7 +153,7 @@ def process_seconds() -> float:
 
 
 def _look_up(cell: Cell, device: str, results: Path | None, analyze: bool, evaluate: Sequence[str]) -> Progress:
-    """Whether a cell is done: in its folder, or, where the folder is gone, among the results."""
+    """Return the progress of a cell, which is done if its folder, or the folder of results, has its result."""
     found = Progress(cell=cell)
     try:
         found.result = finished(cell.folder, cell.config, device)
@@ -176,7 +176,7 @@ def _look_up(cell: Cell, device: str, results: Path | None, analyze: bool, evalu
 
 
 def _prepare(cells: Sequence[Progress], source: Path | None, progress: Bar) -> None:
-    """Every corpus once, before many processes want it. The cells of one that cannot be had fail."""
+    """Prepare every corpus once, before many processes need it. Cells whose corpus is not available fail."""
     problems: dict[Path, str] = {}
     for each in cells:
         data: DataConfig = each.cell.config.data
@@ -194,12 +194,12 @@ def _prepare(cells: Sequence[Progress], source: Path | None, progress: Bar) -> N
 
 
 def _on_disk(cells: Sequence[Progress]) -> list[Path]:
-    """The folders of those that are done."""
+    """Folders of the cells that are done."""
     return [each.cell.folder for each in cells if each.state == "done" and (each.cell.folder / result.RESULT).is_file()]
 
 
 class _ToPack:
-    """How many bytes an archive will have to take; what a cell has is looked at once."""
+    """Number of bytes that an archive must hold. The folder of each cell is measured once."""
 
     def __init__(self) -> None:
         self._sizes: dict[Path, int] = {}

@@ -1,4 +1,4 @@
-"""A cell of a table: one row of a recipe with one seed, and whether it has been run."""
+"""A cell of a sweep: one row of a recipe with one seed, and its result if it has been run."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ class Cell:
 
     config: RunConfig
     folder: Path
-    """Where its run is, or will be."""
+    """Folder of its run, which need not exist yet."""
     command: str
-    """What makes this run alone."""
+    """Command that makes this run alone."""
 
     @property
     def title(self) -> str:
-        """Its name within its recipe."""
+        """Name of the cell within its recipe."""
         return f"{self.config.row}, seed {self.config.seed}"
 
     @property
     def row(self) -> tuple[str, str]:
-        """What it shares with its other seeds: recipe and row."""
+        """Recipe and row, which the seeds of a row share."""
         return self.config.name, self.config.row
 
 
 def cells_of(
     name: str, rows: Sequence[str] | None, seeds: Sequence[int], changes: Sequence[str], folder: Path
 ) -> list[Cell]:
-    """The cells of a recipe, row by row.
+    """Return the cells of a recipe, row by row.
 
     Args:
-        name: of the recipe.
-        rows: which of its rows; ``None``: all.
-        seeds: for each row.
-        changes: of the recipe, as ``key=value``.
-        folder: where the runs go, each into ``RECIPE/ROW/seed-N``.
+        name: name of the recipe.
+        rows: rows to run; ``None`` is all.
+        seeds: seeds of each row.
+        changes: values of the recipe to override, as ``key=value``.
+        folder: folder for the runs, each in ``RECIPE/ROW/seed-N``.
     """
     recipe = mgk.recipes.load(name)
     cells = []
@@ -63,14 +63,15 @@ def cells_of(
         raise ValueError(f"a sweep must have rows and seeds, got none of {name}")
     titles = [cell.title for cell in cells]
     for title in titles:
-        # Counted twice, one run would make its standard error too small. A change such as seed=3 makes them one.
+        # A change such as seed=3 makes several cells the same run, which counted twice would make the standard error
+        # too small.
         if titles.count(title) > 1:
             raise ValueError(f"the runs of a sweep must be different from each other, got {title} twice")
     return cells
 
 
 def finished(folder: Path, config: RunConfig, device: str) -> dict[str, Any] | None:
-    """The result of a cell, if it is in its folder; one that was made with another configuration is an error."""
+    """Return the result in the folder of a cell, or ``None``. Raises an error if its configuration differs."""
     path = folder / result.RESULT
     if not path.is_file():
         return None
@@ -84,7 +85,7 @@ def finished(folder: Path, config: RunConfig, device: str) -> dict[str, Any] | N
 
 
 def changes_since(found: dict[str, Any], config: RunConfig, device: str) -> set[str]:
-    """What decides numbers and is not as it was when a result was made."""
+    """Settings that affect the numbers and have changed since a result was made."""
     changed = set(run_differences(found, record_of(config)))
     if found["precision"] not in _precisions(config, device, found["device"]):
         changed.add("precision")
@@ -92,11 +93,11 @@ def changes_since(found: dict[str, Any], config: RunConfig, device: str) -> set[
 
 
 def _precisions(config: RunConfig, device: str, made_on: str) -> tuple[str, ...]:
-    """What a run would have here. A GPU is not asked: to ask is to take some of its memory."""
+    """Precisions that a run may have here. The GPU is not queried, because that would take some of its memory."""
     named = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     if config.training.precision != "auto":
         return (named[config.training.precision],)
     if device == "cpu" or not torch.cuda.is_available():
         return ("float32",)
-    # A GPU that has no bf16 computes in fp32, but so does every CPU.
+    # A GPU without bf16 computes in fp32; a CPU always has bf16.
     return ("bfloat16",) if made_on.startswith("CPU") else ("bfloat16", "float32")

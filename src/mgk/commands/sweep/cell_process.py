@@ -1,4 +1,4 @@
-"""One cell, in a process of its own: trained, tested, and evaluated and analysed if that is wanted."""
+"""The work of one cell in a process of its own: training, testing and, if wanted, evaluation and analysis."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-# All that the work needs is imported here, so that a server which forks has it before there is anything to do.
+# Everything that the work needs is imported here, so that the server imports it once, before it forks.
 from mgk.analysis.findings import NUMBERS
 from mgk.commands.analyze import DEFAULT_FOLDER, analyze_folder, count_samples
 from mgk.commands.sweep.cell import Cell
@@ -30,13 +30,13 @@ from mgk.training.status import StatusDisplay, StatusFile
 
 LOG = "log.txt"
 LOCKED_SECONDS = 75.0
-"""How long to wait for a folder that a process of a sweep before this one may still be saving to."""
+"""Seconds to wait for a folder to which a process of an earlier sweep may still be saving."""
 
 
 def argument_of(
     cell: Cell, *, device: str, threads: int, analyze: bool, results: Path | None, evaluate: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """What :func:`work` has to know, as JSON can hold it."""
+    """Return the argument of :func:`work`, which JSON can represent."""
     return {
         "config": to_mapping(cell.config),
         "folder": str(cell.folder.absolute()),
@@ -50,24 +50,24 @@ def argument_of(
 
 
 def is_analysed(folder: Path) -> bool:
-    """Whether the analysis of a run is where the results are collected from."""
+    """Whether the folder of a run has the analysis that is collected with the results."""
     return (folder / DEFAULT_FOLDER / NUMBERS).is_file()
 
 
 def not_evaluated(folder: Path, config: RunConfig, splits: Sequence[str]) -> list[str]:
-    """The splits on which a run is still to be evaluated; of a classifier its result says all there is."""
+    """Return the splits on which a run is still to be evaluated; the result of a classifier already has everything."""
     if config.task not in ("language", "translation"):
         return []
     return [split for split in splits if not (folder / f"evaluation-{split}.json").is_file()]
 
 
 def work(argument: Mapping[str, Any]) -> int:
-    """Do what is left to do for a cell; its exit code. The status file says how far it is."""
+    """Do the remaining work of a cell, and return the exit code. The status file records the progress."""
     config, folder = from_mapping(RunConfig, argument["config"]), Path(argument["folder"])
     torch.set_num_threads(argument["threads"])
     file = StatusFile(folder)
     try:
-        # It has been prepared before: many processes must not do so at once.
+        # The sweep has prepared the corpus, because many processes must not do so at once.
         corpus = registry.open_corpus(config.data.corpus, default_folder(config.data))
         if not (folder / result.RESULT).is_file():
             _train(config, folder, corpus, argument["device"], file, argument["command"])

@@ -1,4 +1,4 @@
-"""What is to be done about a cell whose process did not end well."""
+"""The decision whether to retry a cell whose process has failed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Literal
 from mgk.commands.sweep.progress import Progress
 
 MOST_DEATHS = 3
-"""So many processes may die one after the other without the cell coming further; the next one that does fails it."""
+"""Most deaths in a row without progress of the cell; the next one fails it."""
 MOST_DEATHS_OF_OTHERS = 10
-"""Likewise, of those that others took with them."""
+"""The same for deaths that another process has caused."""
 TOGETHER = 60.0
-"""Seconds within which deaths belong together."""
+"""Seconds within which deaths are assumed to have the same cause."""
 
 _CUDA = re.compile(r"CUDA (driver )?error|cudaError|CUBLAS_STATUS|CUDNN_STATUS|CUDA_ERROR|MPS (client|server)", re.I)
 _NO_FORK = re.compile(r"forked subprocess|CUDA.{0,40}initialization error|cuInit", re.I | re.S)
@@ -22,18 +22,18 @@ Cause = Literal["killed", "neighbour", "memory", "fork", "error"]
 
 
 def cause_of(progress: Progress, code: int, *, has_neighbours: bool, is_measured: bool, is_forked: bool) -> Cause:
-    """Why a process ended as it did.
+    """Return the cause of a process's death.
 
     Args:
-        progress: of the cell.
-        code: what its process ended with.
-        has_neighbours: whether another one died shortly before or with it, where they share a GPU's service.
-        is_measured: whether the sweep chose how many run at once.
-        is_forked: whether the process comes from a server.
+        progress: progress of the cell.
+        code: exit code of its process.
+        has_neighbours: whether another process that shares the GPU's service died shortly before or with it.
+        is_measured: whether the sweep chose the number of processes by memory.
+        is_forked: whether the process was forked from a server.
     """
     words = progress.last_words()
     if code < 0 or code >= 128:
-        # By a signal: one that cannot be caught, a fault of its own, or one that somebody sent and it obeyed.
+        # A signal: one that cannot be caught, a fault of the process, or one that somebody sent.
         return "killed"
     if is_forked and (progress.status is None or progress.status.step == 0) and _NO_FORK.search(words):
         return "fork"
@@ -45,7 +45,7 @@ def cause_of(progress: Progress, code: int, *, has_neighbours: bool, is_measured
 
 
 def may_try_again(progress: Progress, cause: Cause) -> bool:
-    """Count a death. An error of the cell's own would come again; what was done to it need not, if it comes further."""
+    """Count a death, and return whether to retry. An error of the cell itself would recur; other causes may not."""
     step = progress.newest_step()
     if step > progress.saved_step:
         progress.deaths = progress.deaths_of_others = 0
@@ -60,7 +60,7 @@ def may_try_again(progress: Progress, cause: Cause) -> bool:
 
 
 def explain(progress: Progress, code: int) -> str:
-    """In words, with the last ones of the process itself."""
+    """Describe the end of the process in words, with the last lines that it printed."""
     how = f"was ended by signal {-code}" if code < 0 else f"ended with {code}"
     words = progress.last_words().strip() or "it said nothing"
     again = f", {progress.attempts} times in all" if progress.attempts > 1 else ""

@@ -1,4 +1,4 @@
-"""Many runs, one after the other in this process: every row of a recipe with every seed."""
+"""A sweep that runs every row of a recipe with every seed, one after the other in this process."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from mgk.commands.training import run, show_metric, write_copy
 
 @dataclass
 class Sweep:
-    """What came of the cells of a sweep."""
+    """The results of the cells of a sweep."""
 
     recipe: str
     metric: str
-    """Which one the table shows: that of the validation."""
+    """The metric in the table, which is that of the validation."""
     results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """By row, one for each seed that is done."""
+    """Results by row, one for each finished seed."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Why a cell has no result."""
+    """Reason why a cell has no result, by cell."""
 
 
 def run_sweep(
@@ -41,18 +41,18 @@ def run_sweep(
     results: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> Sweep:
-    """Run the cells that have no result yet, one after the other. A cell that fails is noted, and the next one comes.
+    """Run the cells that have no result yet, one after the other. If a cell fails, note it and continue.
 
     Args:
-        name: of the recipe.
-        rows: which of its rows; ``None``: all.
-        seeds: for each row.
-        changes: of the recipe, as ``key=value``.
-        folder: where the runs go, each into ``RECIPE/ROW/seed-N``.
+        name: name of the recipe.
+        rows: rows to run; ``None`` is all.
+        seeds: seeds of each row.
+        changes: values of the recipe to override, as ``key=value``.
+        folder: folder for the runs, each in ``RECIPE/ROW/seed-N``.
         source: folder of the raw files.
         device: ``cpu``, ``cuda`` or ``auto``.
-        results: where to put a copy of every result.
-        say: told which cell is next.
+        results: folder for a copy of every result.
+        say: called with a message before each cell.
     """
     cells = cells_of(name, rows, seeds, changes, folder)
     sweep = Sweep(cells[0].config.name, cells[0].config.validation.metric)
@@ -75,7 +75,7 @@ def run_sweep(
 
 
 def table_of(sweep: Sweep) -> Table:
-    """Mean and standard error over the seeds of each row, the paper's number beside them."""
+    """Return a table with the mean and standard error over the seeds of each row, next to the paper's number."""
     metric = sweep.metric
     table = Table("row", f"test {metric}", "standard error", "seeds", "the paper", "parameters", title=sweep.recipe)
     for row, found in sweep.results.items():
@@ -92,7 +92,7 @@ def table_of(sweep: Sweep) -> Table:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean, and its standard error where there are two values at least."""
+    """Return the mean and its standard error, which is ``None`` for fewer than two values."""
     mean = math.fsum(values) / len(values)
     if len(values) < 2:
         return mean, None

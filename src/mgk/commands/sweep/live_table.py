@@ -1,4 +1,4 @@
-"""All cells of a sweep as they go: a table that moves in a terminal, lines elsewhere."""
+"""The live display of a sweep: a table in a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from mgk.commands.sweep.progress import Progress
 from mgk.training.tracking import CarelessFile
 
 STYLES = {"running": "bold", "done": "green", "failed": "red", "stopped": "yellow", "waiting": "dim"}
-# What is worth a line of a small window, the most interesting first.
+# States by descending interest, for a window that cannot show all cells.
 ORDER = ("running", "failed", "stopped", "done", "waiting")
 BESIDE = 8
-"""Lines of the window that are not lines of cells."""
+"""Lines of the window that are not for cells."""
 
 
 class LiveTable:
-    """Shows cells while this context lasts.
+    """Context that shows the progress of cells.
 
     Args:
-        console: where to; a table if that is a terminal.
-        every: seconds between two lines about a cell where it is none.
+        console: console to print to; it shows a table if it is a terminal.
+        every: seconds between two lines about a cell if it is not.
     """
 
     def __init__(self, console: Console | None = None, *, every: float = 30.0) -> None:
@@ -51,7 +51,7 @@ class LiveTable:
         self._live.stop()
 
     def show(self, cells: Sequence[Progress]) -> None:
-        """Show how far they are, if it is time to."""
+        """Show the progress of the cells, if an update is due."""
         now = time.monotonic()
         if self.console.is_terminal:
             if now - self._drawn >= 0.5:
@@ -64,12 +64,12 @@ class LiveTable:
                 self.say(line_of(each))
 
     def say(self, text: str) -> None:
-        """One line for people, above the table."""
+        """Print a message above the table."""
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def table_of(cells: Sequence[Progress], lines: int) -> Table:
-    """So many of them, the interesting ones first; how many there are of each kind stands below."""
+    """Return a table of at most ``lines`` cells, the most interesting first, with the count of each state below."""
     counts = {state: sum(each.state == state for each in cells) for state in ORDER}
     said = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     table = Table("cell", "state", "step", "loss", "metric", "left", caption=said, caption_justify="left")
@@ -83,7 +83,7 @@ def table_of(cells: Sequence[Progress], lines: int) -> Table:
 
 
 def line_of(each: Progress) -> str:
-    """The same of one cell as a line."""
+    """Return the row of one cell as a line of text."""
     step, loss = _numbers(each)
     state = "starting" if each.status is None else each.status.state
     parts = [

@@ -1,4 +1,4 @@
-"""NVIDIA's multi-process service: several processes on one GPU at the same time instead of in turn."""
+"""NVIDIA's multi-process service (MPS), with which processes on one GPU run at the same time and not in turn."""
 
 from __future__ import annotations
 
@@ -12,38 +12,39 @@ from types import TracebackType
 
 PROGRAM = "nvidia-cuda-mps-control"
 USUAL_FOLDER = "/tmp/nvidia-mps"
-"""Where the service has its pipes unless ``CUDA_MPS_PIPE_DIRECTORY`` says otherwise."""
+"""Default folder of the service's pipes, without ``CUDA_MPS_PIPE_DIRECTORY``."""
 SECONDS = 20.0
-"""For the service to start, or to stop."""
+"""Seconds to wait for the service to start or to stop."""
 
-# Reads until the command is gone, however it ended, and then ends the service: nobody else would.
+# A guard process that reads until the command has ended, however it ended, and then stops the service.
 _GUARD = f'cat > /dev/null; echo quit | {PROGRAM}; rm -rf "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"'
 
 
 def running_service() -> Path | None:
-    """The folder of a service that somebody has started already, and that processes of ours would use."""
+    """Return the folder of a running service that our processes would use, or ``None``."""
     folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", USUAL_FOLDER))
     try:
         os.kill(int((folder / f"{PROGRAM}.pid").read_text()), 0)
     except PermissionError:
-        return folder  # It runs, and belongs to another user.
+        return folder  # the service runs and belongs to another user
     except (OSError, ValueError):
         return None
     return folder
 
 
 class MultiProcessService:
-    """A service that cells share within this context; :attr:`environment` leads to it.
+    """Context with a service that the cells share; :attr:`environment` makes processes use it.
 
-    It is the one that runs already, which is left running, or else one of our own, if its program is there and starts.
+    It is the service that is already running, which is left running, or else one of our own, if its program is
+    installed and starts.
 
     Args:
-        say: told once why there is none.
+        say: called once with the reason if there is no service.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.environment: dict[str, str] = {}
-        """What processes that are to use it must have in theirs; empty where it does not run."""
+        """Environment variables for processes that use the service; empty if it does not run."""
         self._say = say
         self._guard: subprocess.Popen[bytes] | None = None
 
@@ -59,7 +60,7 @@ class MultiProcessService:
         if shutil.which(PROGRAM) is None:
             self._say(f"no multi-process service: there is no {PROGRAM}, so the cells take turns on the GPU")
             return self
-        # Short names: sockets are made there, whose paths must not be long.
+        # The names are short because the paths of the sockets in these folders are limited in length.
         pipes, logs = tempfile.mkdtemp(prefix="mgk-mps-"), tempfile.mkdtemp(prefix="mgk-mps-log-")
         environment = {"CUDA_MPS_PIPE_DIRECTORY": pipes, "CUDA_MPS_LOG_DIRECTORY": logs}
         try:

@@ -1,4 +1,4 @@
-"""A plan: which cells are wanted, the most wanted first.
+"""Plans: YAML files that list the cells of a sweep by descending priority.
 
 ::
 
@@ -9,8 +9,8 @@
         seeds: 0-4                     # as on the command line, or a list
         changes: [training.steps=100]  # left out: none
 
-Entries are wanted in the order of the file, and within an entry row by row. A cell that an earlier entry has named is
-wanted where it stands first.
+Priority follows the order of the file, and within an entry the order of the rows. A cell that several entries name has
+the priority of the first.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ KEYS, ENTRY_KEYS = ("title", "cells"), ("recipe", "rows", "seeds", "changes")
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """Rows of one recipe that are wanted."""
+    """An entry of a plan: rows of one recipe."""
 
     recipe: str
-    """Its name, or a path to a YAML file."""
+    """Name of the recipe, or path of a YAML file."""
     rows: tuple[str, ...] | None = None
-    """``None``: all of the recipe."""
+    """Rows to run; ``None`` is all."""
     seeds: tuple[int, ...] = (0,)
     changes: tuple[str, ...] = ()
-    """Of the recipe, as ``key=value``."""
+    """Values of the recipe to override, as ``key=value``."""
 
 
 def read_plan(path: Path) -> list[Entry]:
-    """The entries of a plan in their order."""
+    """Read the entries of a plan in their order."""
     content = read_yaml(path)
     _check_keys(content, KEYS, f"{path}")
     entries = content.get("cells")
@@ -52,16 +52,16 @@ def read_plan(path: Path) -> list[Entry]:
 
 
 def plan_cells(path: Path, folder: Path) -> list[Cell]:
-    """All cells of a plan, the most wanted first, each once. What one entry has wrong is said before anything starts.
+    """Return all cells of a plan by descending priority, each once. A wrong entry is an error before anything starts.
 
     Args:
-        path: of the plan.
-        folder: where the runs go.
+        path: path of the plan.
+        folder: folder for the runs.
     """
     cells: dict[Path, Cell] = {}
     for number, entry in enumerate(read_plan(path), start=1):
         recipe = entry.recipe
-        # A recipe of one's own is found from where the plan is.
+        # The path of a user's recipe is relative to the plan.
         if recipe.endswith(".yaml"):
             recipe = str(path.parent / recipe)
         try:
@@ -113,7 +113,7 @@ def _check_keys(content: Mapping[Any, Any], known: Sequence[str], where: str) ->
 
 
 def _check_same(one: Cell, other: Cell, where: str) -> None:
-    """Two runs of one name would have one folder."""
+    """Check that two cells with one name are the same run, because they would share a folder."""
     changed = differences(to_mapping(one.config), to_mapping(other.config))
     if changed:
         raise ValueError(

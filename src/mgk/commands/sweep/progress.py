@@ -1,4 +1,4 @@
-"""A cell on its way through a sweep."""
+"""The progress of a cell through a sweep."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from mgk.training.status import Status, read_status
 State = Literal["waiting", "running", "done", "stopped", "failed"]
 
 LAST_LINES = 12
-"""Of a log are shown where a process died without a word."""
+"""Number of lines of the log to show if a process died without a message."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Progress:
-    """How far a cell is, and what happened to it."""
+    """The state of a cell and its history in this sweep."""
 
     cell: Cell
     state: State = "waiting"
     result: dict[str, Any] | None = None
     why: str = ""
-    """Why it failed."""
+    """Reason of its failure."""
     child: Child | None = None
-    """The process at work on it."""
+    """Process that runs it now."""
     status: Status | None = None
-    """What that said last."""
+    """Last status that the process has reported."""
     attempts: int = 0
-    """Processes that have worked on it in this sweep."""
+    """Number of processes started for it in this sweep."""
     seconds: float = 0.0
-    """Spent on it by those, start-ups counted."""
+    """Time that these processes took, start-up included."""
     begun: float = 0.0
     start_seconds: float | None = None
-    """From the start of its last process until that had trained."""
+    """Seconds from the start of its last process to the first update."""
     not_before: float = 0.0
-    """When it may be tried again."""
+    """Time before which it must not be retried."""
     deaths: int = 0
-    """Processes that died one after the other without the cell coming further."""
+    """Number of deaths in a row without progress."""
     deaths_of_others: int = 0
-    """Likewise, of those which another process took with it."""
+    """Number of deaths in a row without progress that another process has caused."""
     saved_step: int = 0
-    """Of the newest checkpoint, when it died last."""
+    """Step of the newest checkpoint at the last death."""
     log_size: int = field(default=0, repr=False)
 
     @property
@@ -54,21 +54,21 @@ class Progress:
         return f"{self.cell.config.name} {self.cell.title}"
 
     def look(self, now: float) -> None:
-        """Read what the process says."""
+        """Read the status that the process reports."""
         found = read_status(self.cell.folder)
-        # Not what one before it has said.
+        # Ignore the status of an earlier process.
         if found is not None and self.child is not None and found.process == self.child.process:
             self.status = found
             if self.start_seconds is None and found.start_seconds is not None:
                 self.start_seconds = now - self.begun
 
     def newest_step(self) -> int:
-        """The step that the cell would go on from."""
+        """Step from which the cell would resume."""
         found = checkpoint.candidates(self.cell.folder / CHECKPOINTS, STEP)
         return checkpoint.step_of(found[0]) if found else 0
 
     def begin(self, child: Child, now: float) -> None:
-        """A process has been started."""
+        """Record that a process has been started."""
         log = self.cell.folder / LOG
         self.log_size = log.stat().st_size if log.is_file() else 0
         self.child, self.status, self.state, self.begun = child, None, "running", now
@@ -76,13 +76,13 @@ class Progress:
         self.attempts += 1
 
     def last_words(self) -> str:
-        """What the process said of its failure, or the end of its log."""
+        """The error that the process has reported, or the end of its log."""
         if self.status is not None and self.status.state == "failed":
             return self.status.error
         return "\n".join(self.log().splitlines()[-LAST_LINES:])
 
     def log(self) -> str:
-        """All that the process has printed."""
+        """The whole log of the process."""
         try:
             with (self.cell.folder / LOG).open("rb") as file:
                 file.seek(self.log_size)
@@ -92,7 +92,7 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Until its last update, at the speed of its process so far."""
+        """Estimated seconds until the last update, at the speed of its process so far."""
         status = self.status
         if self.state != "running" or status is None or status.start_seconds is None:
             return None
@@ -101,7 +101,7 @@ class Progress:
 
     @property
     def metric(self) -> str:
-        """The best validation so far, or the test once it is done, for people."""
+        """The best validation metric so far, or the test metric of a finished cell, formatted."""
         name = self.cell.config.validation.metric
         if self.result is not None:
             return show_metric(name, self.result["metrics"]["test"][name])

@@ -1,4 +1,4 @@
-"""Which cell is started when, and what becomes of it: the loop of a sweep with several processes."""
+"""The scheduler of a sweep with several processes: it starts, watches, stops and retries cells."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from mgk.commands.sweep.progress import Progress
 from mgk.training.signals import GracefulStop
 
 OFTEN = 0.1
-"""Seconds between two looks at the cells."""
+"""Seconds between two checks of the cells."""
 WARM_STEPS = 10
-"""Updates after which the first cell of a row has filled the compiler's caches for its other seeds."""
+"""Number of updates after which the first cell of a row has filled the compiler's caches for the other seeds."""
 UNMEASURED_SAVE = 5.0
-"""Seconds that a save is taken to last before there was one."""
+"""Assumed duration of a save in seconds, until one has been measured."""
 MARGIN = 3.0
-"""Seconds that a process has to end after it has saved."""
+"""Seconds for a process to end after it has saved."""
 
 
 class View(Protocol):
-    """Shows the cells."""
+    """A display of the cells."""
 
     def show(self, cells: Sequence[Progress]) -> None:
-        """Show how far they are."""
+        """Show the progress of the cells."""
 
     def say(self, text: str) -> None:
-        """One line for people."""
+        """Print a message."""
 
 
 class Scheduler:
-    """Runs cells in processes, the most wanted first, until there are no more, or it is told or due to stop.
+    """Runs cells in processes by priority, until all are done, a signal arrives or the deadline approaches.
 
     Args:
-        cells: in the order in which they are wanted.
-        launcher: starts processes.
-        capacity: how many at once.
-        argument_of: what the process of a cell has to know.
-        device: what the results must have been made on.
-        view: shows how far they are.
-        stop: remembers signals.
-        deadline: when everything must have ended, by ``clock``.
-        afterwards: seconds that have to be left then.
-        is_shared: whether one process that dies takes others with it, as under NVIDIA's service.
-        clock: tells the time.
+        cells: cells by descending priority.
+        launcher: starts the processes.
+        capacity: decides how many cells run at once.
+        argument_of: returns the argument for the process of a cell.
+        device: device on which the results must have been made.
+        view: shows the progress.
+        stop: records signals.
+        deadline: time of ``clock`` by which everything must have ended.
+        afterwards: returns the seconds that must be left before the deadline when the processes have ended.
+        is_shared: whether the death of a process can cause others to die, as under NVIDIA's service.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class Scheduler:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing left to wait for."""
+        """Whether no cell is running and none may start."""
         return not self.running and (self.is_stopping or not any(each.state == "waiting" for each in self.cells))
 
     def run(self) -> None:
-        """Until it is over."""
+        """Run until :attr:`is_over`."""
         while True:
             self.tick()
             if self.is_over:
@@ -97,7 +97,7 @@ class Scheduler:
             time.sleep(OFTEN)
 
     def tick(self) -> None:
-        """Look at everything once, and do what is due."""
+        """Check every cell once, and start, stop or retry cells where due."""
         self.launcher.poll()
         for each in self.running:
             each.look(self.clock())
@@ -107,7 +107,7 @@ class Scheduler:
                 if is_past or each.status.step >= each.status.first_step + WARM_STEPS:
                     self._warm.add(each.cell.row)
         ended = [each for each in self.running if each.child is not None and each.child.code is not None]
-        # All of them before any: who died with whom decides what it means.
+        # Collect all deaths before handling any, because their cause depends on which processes died together.
         self._died += [(self.clock(), each) for each in ended if each.child is not None and each.child.code != 0]
         for each in ended:
             self._end(each)
@@ -125,7 +125,7 @@ class Scheduler:
             if each.cell.row not in self._warm and any(other.cell.row == each.cell.row for other in running):
                 continue
             if not self.capacity.has_room(each.cell, [other.cell for other in running]):
-                # Not a smaller one in its place: it would be kept from starting for ever.
+                # A smaller cell must not take its place, or it might never start.
                 return
             if not self._is_worth_starting():
                 if not running:
@@ -135,7 +135,7 @@ class Scheduler:
             each.begin(self.launcher.start(self.argument_of(each.cell), each.cell.folder / LOG), now)
 
     def _is_worth_starting(self) -> bool:
-        """Whether a cell would get as far as to train before it has to save."""
+        """Whether a cell would start training before it has to save."""
         if self.deadline is None:
             return True
         known = [each.start_seconds for each in self.cells if each.start_seconds is not None]
@@ -143,12 +143,12 @@ class Scheduler:
         return self.clock() + needed < self.deadline - self._seconds_to_stop(len(self.running) + 1)
 
     def _seconds_to_stop(self, count: int) -> float:
-        """What all processes need to save and end, one after the other on a slow disk, and what comes after them."""
+        """Seconds that all processes need to save and end, one after the other on a slow disk, plus ``afterwards``."""
         assert self.deadline is not None
         said = [each.status.save_seconds for each in self.cells if each.status is not None]
         save = max((each for each in said if each is not None), default=UNMEASURED_SAVE)
         wanted = MARGIN + save * max(1, count) + self.afterwards()
-        # However slow that is, half of the time is for work.
+        # At least half of the time is reserved for work, however slow saving is.
         return min(wanted, 0.5 * (self.deadline - self._begun))
 
     def _stop_in_time(self) -> None:
@@ -164,7 +164,7 @@ class Scheduler:
                 assert each.child is not None
                 each.child.send(signal.SIGTERM)
         if self.is_stopping and self.deadline is not None and now >= self.deadline - self.afterwards():
-            # Their last checkpoints count.
+            # Processes that have not ended are killed; their last checkpoints remain.
             for each in self.running:
                 if each.child is not None and each.child.process is not None and each.child not in self._killed:
                     self._killed.add(each.child)
@@ -172,7 +172,7 @@ class Scheduler:
                         os.killpg(each.child.process, signal.SIGKILL)
 
     def _end(self, each: Progress) -> None:
-        """A process has ended."""
+        """Handle the end of a cell's process."""
         now = self.clock()
         assert each.child is not None
         assert each.child.code is not None

@@ -1,4 +1,4 @@
-"""What a sweep took: seconds for each cell, all start-ups counted."""
+"""The summary of a sweep: seconds per cell, start-ups included."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ FORMAT = 1
 def summarize(
     cells: Sequence[Progress], *, seconds: float, jobs: int, is_automatic: bool, has_service: bool
 ) -> dict[str, Any]:
-    """The content of ``--summary``.
+    """Return the content of ``--summary``.
 
-    ``seconds_per_cell`` is the time of the whole command, from the start of its process, over the cells that it
-    finished: what one more cell costs. There is none where a cell was stopped or failed, whose time bought nothing yet.
+    ``seconds_per_cell`` is the time of the whole command, from the start of its process, divided by the number of cells
+    that it finished. It is left out if a cell was stopped or failed, because the time of that cell would count without
+    a result.
 
     Args:
-        cells: of the sweep.
-        seconds: that the whole command took.
-        jobs: cells at once, at most.
-        is_automatic: whether ``--jobs auto`` chose them.
-        has_service: whether they shared the GPU through NVIDIA's service.
+        cells: cells of the sweep.
+        seconds: time of the whole command.
+        jobs: most cells at once.
+        is_automatic: whether ``--jobs auto`` chose ``jobs``.
+        has_service: whether the cells shared the GPU through NVIDIA's service.
     """
     worked = [each for each in cells if each.attempts]
     made = [each for each in worked if each.state == "done"]
@@ -45,7 +46,7 @@ def summarize(
 
 
 def write_summary(path: Path, content: dict[str, Any]) -> None:
-    """Write it, whole or not at all."""
+    """Write the summary atomically."""
     result.write(path, content)
 
 

@@ -4,26 +4,26 @@ A tile is a few heads, a block of queries and a block of keys. With c = 1 / vari
 
     logit[i,j,r] = c q_i . k_jr + column[j,r]        gaussian: column = log_prior[r] - c |k_jr|^2 / 2
 
-since the term in |q|^2 cancels. *Separate* components have a product and an exponential each. *Shifted* ones can share
-them: let k_j be the key of the first component and d_r = b_r - b_0 the way from it to another one. Then
+since the term in |q|^2 cancels. *Separate* components need a product and an exponential each. *Shifted* ones can share
+both: let k_j be the key of the first component and d_r = b_r - b_0 the offset of component r from it. Then
 
     sum_r exp(logit[i,j,r]) = exp(c q_i . k_j + column[j]) (1 + sum_{r>0} exp(of_query[i,r] + of_key[j,r]))
     of_query[i,r] = c q_i . d_r        of_key[j,r] = log_prior[r] - log_prior[0] - c k_j . d_r - c |d_r|^2 / 2
 
-Backward computes each tile again from the row normalisers. Four observations on torch's CPU kernels shape the code:
+The backward pass recomputes each tile from the row normalisers. Four properties of torch's CPU kernels shape the code:
 
 - ``exp2`` is faster than ``exp``, so the logits of a tile are in units of log 2;
 - a matrix product with few rows is much faster than one with few columns, so the gradients of keys and values are
   summed transposed;
 - a bias costs next to nothing as one more feature of query and key;
-- memory that is touched for the first time costs more than the arithmetic on it, so everything but the results lives in
-  a workspace that stays.
+- touching memory for the first time costs more than the arithmetic on it, so everything but the results lives in a
+  workspace that persists between calls.
 
-``grid.py`` says how a call is cut into tiles, ``block.py`` prepares the operands of some heads, ``passes.py`` walks
-through their tiles forward and backward, ``memory.py`` keeps what they work in. One key a position is plain softmax
-with a bias per key: ``stock.py`` leaves its forward pass to PyTorch's kernel, and where rows are short
-``whole_rows.py`` goes back through them with fewer operations than tiles need. Of very short rows, where starting an
-operation takes longer than the arithmetic, ``kept_weights.py`` keeps the weights between the two passes.
+``grid.py`` cuts a call into tiles, ``block.py`` prepares the operands of a block of heads, ``passes.py`` runs forward
+and backward over the tiles of a block, and ``memory.py`` holds the workspace. One key per position is plain softmax
+with a bias per key: ``stock.py`` runs its forward pass on PyTorch's kernel, and for short rows ``whole_rows.py`` has a
+backward pass with fewer operations than tiles need. For very short rows, where starting an operation takes longer
+than the arithmetic, ``kept_weights.py`` keeps the weights between the two passes.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from mgk.ops.cpu.whole_rows import backward_of_rows, has_whole_rows
 from mgk.ops.problem import CHANNEL_SPREAD, MixtureProblem
 from mgk.ops.validation import may_inspect_values
 
-# |origin|^2 / variance up to which distances are measured from zero instead: logits of that size lose no digit that
-# others keep, and data that is not moved need not be copied.
+# Largest |origin|^2 / variance for which distances are still measured from zero: logits of that size lose no precision,
+# and data that is not moved need not be copied.
 NEAR = 16.0
 
 
 def unsupported(problem: MixtureProblem) -> str | None:
-    """Why this backend cannot serve the call, or ``None``."""
+    """Name what the call needs and this backend lacks, or return ``None`` if the backend supports the call."""
     if problem.query.device.type != "cpu":
         return f"tensors on {problem.query.device.type}"
     if problem.num_components > 1 and problem.assignment == "hard":
@@ -69,7 +69,7 @@ def unsupported(problem: MixtureProblem) -> str | None:
 
 
 def attention(problem: MixtureProblem) -> Tensor:
-    """``[B, H, Nq, Dv]``"""
+    """Attention output, ``[B, H, Nq, Dv]``."""
     dtype, compute_dtype = problem.query.dtype, problem.compute_dtype
     if dtype != compute_dtype:
         query, key, value = (x.to(compute_dtype) for x in (problem.query, problem.key, problem.value))
@@ -90,9 +90,9 @@ def attention(problem: MixtureProblem) -> Tensor:
 
 @torch.no_grad()
 def _wide_rows(problem: MixtureProblem) -> Tensor:
-    """bool ``[B, H, Nq, 1]``: rows in which shifted components lie too far apart to become ratios to the first one.
+    """Mask of rows whose shifted components are too far apart to be ratios to the first one, bool ``[B, H, Nq, 1]``.
 
-    A row is judged by the keys that it can see, so that later tokens leave the bits of earlier rows alone.
+    A row is judged by the keys that it can see, so that later tokens do not change a bit of earlier rows.
     """
     assert problem.shift is not None
     ways = (problem.shift[:, 1:] - problem.shift[:, :1]).to(problem.query.dtype)
@@ -101,14 +101,14 @@ def _wide_rows(problem: MixtureProblem) -> Tensor:
     of_query = (ways[:, None] @ by_group.mT - (ways @ origin)[:, :, None]).abs().amax(dim=-2).flatten(1, 2)
     of_key = problem.key.new_zeros(*problem.key.shape[:2], 1, problem.key.shape[3])
     if problem.similarity == "gaussian":
-        # From the key of the first component to those of the others.
+        # Projections of the first component's key on the offsets to the other components.
         from_first = ways @ (problem.key[:, :, 0].mT - origin) + ways @ problem.shift[:, :1].to(ways.dtype).mT
         of_key = -from_first - 0.5 * ways.square().sum(-1, keepdim=True)
     of_key = of_key.abs().amax(dim=2)  # [B, Hkv, Nk]
     if problem.key_mask is not None:
         of_key = of_key.masked_fill(~problem.key_mask[:, None], 0.0)
     if problem.log_prior is not None:
-        # Of two priors of zero the ratio is NaN, and with it every row is too wide.
+        # The ratio of two zero priors is NaN, for which the comparison below finds every row too wide.
         ratio = (problem.log_prior[:, 1:] - problem.log_prior[:, :1]).abs().amax(dim=1)
         of_key = of_key + float(problem.variance) * ratio
     if problem.is_causal:
@@ -124,7 +124,7 @@ def _attend(problem: MixtureProblem, *, shares_key: bool) -> Tensor:
     query, key, value, dtype = problem.query, problem.key, problem.value, problem.query.dtype
     is_gaussian = problem.similarity == "gaussian"
     shift, log_prior = problem.shift, problem.log_prior if problem.num_components > 1 else None
-    # A row that sees one key alone is given its value: it must not learn of the others, not even in its last bit.
+    # A row that sees a single key gets exactly the value of that key: no other value may change even its last bit.
     may_see_one = problem.is_causal or problem.key_mask is not None or key.shape[3] == 1
     may_see_none = problem.key_mask is not None or (problem.is_causal and problem.causal_offset < 0)
     visible = problem.count_visible_keys().expand(len(query), 1, query.shape[2]) if may_see_one else None
@@ -147,14 +147,14 @@ def _attend(problem: MixtureProblem, *, shares_key: bool) -> Tensor:
 
 
 def _common_value(problem: MixtureProblem) -> tuple[Tensor | None, Tensor | None]:
-    """The first value that a row can see, where it matters, and what the values have in common, if anything.
+    """Return the first visible value, if it is needed, and the constant that the values have in common, if any.
 
-    Both ``[B, Hkv, 1, Dv]``.
+    Both are ``[B, Hkv, 1, Dv]``.
     """
     sees_all = not problem.is_causal and problem.key_mask is None
     value = problem.value.detach()
     if sees_all and value.shape[2] > 2:
-        # In some channels two values agree by chance. Where every row sees the last value too, it may be asked.
+        # Two values agree by chance in some channels. Where every row sees the last value, it may be compared as well.
         first, others = value[:, :, :1], value[:, :, 1 :: value.shape[2] - 2]
         distance = (others - first).abs_().amax(dim=2, keepdim=True)
         if not bool((distance <= CHANNEL_SPREAD * first.abs()).any()):
@@ -164,8 +164,8 @@ def _common_value(problem: MixtureProblem) -> tuple[Tensor | None, Tensor | None
 
 
 def _origin(problem: MixtureProblem) -> Tensor | None:
-    """``[B, Hkv, 1, D]``, or ``None`` where nothing needs to be moved."""
-    # No coordinate of the origin is larger than that of a first key.
+    """Origin from which distances are measured, ``[B, Hkv, 1, D]``, or ``None`` if the data need not be moved."""
+    # The origin is never further from zero than the first key, so a first key near zero decides the matter.
     if problem.key_mask is None and problem.key.shape[2] == 1:
         norm = torch.linalg.vector_norm(problem.key.detach()[:, :, 0, 0], dim=-1).amax()
         if float(norm) ** 2 <= NEAR * float(problem.variance):
@@ -181,14 +181,14 @@ class _TiledAttention(torch.autograd.Function):
     def forward(
         ctx: Any, problem: MixtureProblem, call: Call, single: Tensor | None, *tensors: Tensor | None
     ) -> Tensor:
-        """``call`` measures from zero; whether the data has to be moved is found out here."""
+        """Run the forward pass. ``call`` comes without an origin; whether the data has to be moved is decided here."""
         inputs = Inputs(*tensors)  # type: ignore[arg-type]
         batch, query_heads, queries, _ = inputs.query.shape
         heads, keys = inputs.key.shape[1], inputs.key.shape[3]
         grid = Grid(batch, heads, query_heads // heads, queries, keys, inputs.key.shape[-1], call.is_causal)
         ctx.block, bias, ctx.has_whole_rows, kept, normaliser = None, None, False, None, None
         keeps = any(ctx.needs_input_grad) and keeps_weights(inputs, grid)
-        # Where all rows see all keys, these are asked after they have been copied.
+        # Where all rows see all keys, the decision is made on copies of the operands, which lie in the cache.
         forward = Forward(inputs, call, grid) if keeps and single is None and keys > 2 else None
         first_value = None
         if forward is None or not forward.is_around_zero(NEAR, CHANNEL_SPREAD):
@@ -202,11 +202,11 @@ class _TiledAttention(torch.autograd.Function):
             out, normaliser, bias = stock_forward(inputs, call, grid.group)
             ctx.has_whole_rows = has_whole_rows(grid)
         else:
-            # In memory the heads of a token lie beside each other, as the projection that follows wants them.
+            # In memory the heads of a token are adjacent, as the output projection needs them.
             out = inputs.query.new_empty(batch, queries, query_heads, inputs.value.shape[-1]).transpose(1, 2)
             normaliser = inputs.query.new_empty(batch, heads, grid.rows)
             blocks = list(grid.blocks())
-            # The operands of a short call are not made twice.
+            # A call of a single block keeps its operands for the backward pass.
             stays = len(blocks) == 1 and any(ctx.needs_input_grad)
             for samples, block_heads in blocks:
                 block = Block(inputs, call, grid, samples, block_heads, stays=stays)
@@ -228,15 +228,16 @@ class _TiledAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # somebody wants to differentiate the gradients again
-            # Whatever was saved: gradients that look like constants would be wrong without a word.
+        if torch.is_grad_enabled():  # double backward
+            # The anchor makes the gradients differentiable, so that a second derivative raises an error. Without it
+            # they would look like constants, and the second derivative would be silently wrong.
             anchor = grads[0].new_zeros((), requires_grad=True)
             return None, None, None, *_FirstGradients.apply(ctx, anchor, *grads)
         return None, None, None, *_gradients(ctx, grads[0])
 
 
 class _FirstGradients(torch.autograd.Function):
-    """The gradients, which have no derivative of their own."""
+    """The gradients of :class:`_TiledAttention`; differentiating them again raises an error."""
 
     @staticmethod
     def forward(ctx: Any, call: Any, anchor: Tensor, grad_out: Tensor) -> Inputs:
@@ -248,7 +249,7 @@ class _FirstGradients(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, grad_out: Tensor) -> Inputs:
-    """Gradients of all inputs, from what the forward pass has left in ``ctx``."""
+    """Compute the gradients of all inputs from what the forward pass saved in ``ctx``."""
     if ctx.keeps_weights:
         query, key, value = (_empty(grad_out, *layout) for layout in ctx.layouts)
         gradient = Inputs(query, key, value, None, None)
@@ -276,7 +277,7 @@ def _gradients(ctx: Any, grad_out: Tensor) -> Inputs:
 
 
 def _empty(like: Tensor, shape: torch.Size, is_contiguous: bool) -> Tensor:
-    """Memory for a gradient ``[B, H, ..., N, D]``, in which the heads of a token lie beside each other if they did."""
+    """Allocate a gradient ``[B, H, ..., N, D]``. The heads of a token are adjacent unless the input was contiguous."""
     if is_contiguous:
         return like.new_empty(shape)
     by_token = like.new_empty(shape[0], shape[-2], shape[1], shape[-1]).transpose(1, 2)

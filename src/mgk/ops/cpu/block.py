@@ -1,4 +1,4 @@
-"""The operands of a block of heads: everything that is linear in the sequence."""
+"""The operands of a block of heads, whose size is linear in the sequence length."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from mgk.ops.cpu.memory import workspace
 
 LOG2E = 1.0 / math.log(2.0)
 
-# Shifted components share one exponential in rows where the logarithms of their ratios to the first stay below this.
-# The exponential is 1 at its largest in a row: it vanishes only where a weight is below 1e-11 of the row's.
+# Largest logarithm of the ratio of a component to the first one for which shifted components share an exponential.
+# The largest exponential of a row is 1, so one vanishes only where a weight is below 1e-11 of the row's sum.
 LARGEST_LOG_RATIO = 60.0
 
-# The logit of a masked key. It is finite: a row that sees nothing else then attends to zeros instead of being NaN.
+# The logit of a masked key. It is finite so that a row with masked keys alone attends to zeros instead of being NaN.
 HIDDEN = -1e30
 
 
 class Inputs(NamedTuple):
-    """What has a gradient, or the gradients themselves."""
+    """The tensors that have a gradient, or their gradients."""
 
     query: Tensor
     """``[B, H, Nq, D]``"""
     key: Tensor
-    """``[B, Hkv, M, Nk, D]``, or ``[B, Hkv, 1, Nk, D]`` where shifts follow"""
+    """``[B, Hkv, M, Nk, D]``, or ``[B, Hkv, 1, Nk, D]`` for shifted keys"""
     value: Tensor
     """``[B, Hkv, Nk, Dv]``"""
     shift: Tensor | None
@@ -37,7 +37,7 @@ class Inputs(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What has none."""
+    """The options and constants of a call, which have no gradient."""
 
     scale: float
     """c = 1 / variance"""
@@ -46,28 +46,28 @@ class Call(NamedTuple):
     shares_key: bool
     """Whether shifted components share one product and one exponential"""
     origin: Tensor | None
-    """``[B, Hkv, 1, D]``, from where distances are measured"""
+    """``[B, Hkv, 1, D]``: the point from which distances are measured; ``None`` for zero"""
     key_mask: Tensor | None
     """bool ``[B, Nk]``, True = attend"""
     common_value: Tensor | None
-    """``[B, Hkv, 1, Dv]``, from where values are measured"""
+    """``[B, Hkv, 1, Dv]``: what is subtracted from the values; ``None`` for nothing"""
     is_blind: Tensor | None
-    """bool ``[B, 1, 1, Nq, 1]``: queries that see no key, though some do"""
+    """bool ``[B, 1, 1, Nq, 1]``, True for a query that sees no key; ``None`` if there is none"""
 
 
 class Block:
-    """X heads: those of some samples, or some of one sample."""
+    """The operands of X heads: all heads of some samples, or some heads of one sample."""
 
     left: Tensor
-    """``[X, rows, D + 2]``: c q in units of log 2, a one, and minus the row normaliser once it is known"""
+    """``[X, rows, D + 2]``: c q in units of log 2, a column of ones, and minus the row normaliser once it is known"""
     right: Tensor
-    """``[X, R, Nk, D + 2]``: R keys a position, their columns, and a one"""
+    """``[X, R, Nk, D + 2]``: R keys per position, their ``column``, and a column of ones"""
     value: Tensor
-    """``[X, Nk, Dv + 1]``: values, and a one"""
+    """``[X, Nk, Dv + 1]``: values, and a column of ones"""
     ways: Tensor | None
-    """``[heads, M - 1, D]``: d_r, where the components share one key, R = 1"""
+    """``[heads, M - 1, D]``: the offsets d_r, if the components share one key (R = 1)"""
     ratios: list[tuple[Tensor, Tensor]]
-    """Of each way ``exp(of_query) [X, rows, 1]`` and ``exp(of_key) [X, 1, Nk]``"""
+    """For each offset ``exp(of_query) [X, rows, 1]`` and ``exp(of_key) [X, 1, Nk]``"""
 
     def __init__(
         self,
@@ -83,13 +83,13 @@ class Block:
         """Prepare the operands.
 
         Args:
-            inputs: of the whole call.
-            call: what has no gradient.
-            grid: how the call is cut.
-            samples: those of the block.
-            heads: its key/value heads.
-            bias: ``[B, Hkv, 1, Nk]``, the columns of single keys in units of 1, where they are known.
-            stays: whether the block has memory of its own; others lie in the workspace until the next one is made.
+            inputs: the tensors of the whole call.
+            call: its options and constants.
+            grid: how the call is cut into blocks and tiles.
+            samples: the samples of the block.
+            heads: the key/value heads of the block.
+            bias: ``[B, Hkv, 1, Nk]``, the ``column`` of single keys, not in units of log 2, if it is known.
+            stays: whether the block owns its memory. Otherwise it uses the workspace, until the next block is made.
         """
         self.call, self.grid, self.samples, self.heads = call, grid, samples, heads
         self.query_heads = slice(heads.start * grid.group, heads.stop * grid.group)
@@ -116,8 +116,8 @@ class Block:
         self.right = right.view(self.count, right.shape[2], grid.keys, -1)
 
     def set_normaliser(self, normaliser: Tensor) -> None:
-        """Make the products of left and right the logarithms of normalised weights."""
-        # A row that sees hidden keys alone has the normaliser of their columns.
+        """Enter the row normalisers, so that products of left and right are logarithms of normalised weights."""
+        # In a row with hidden keys alone, the normaliser is as low as their logits and is clamped like them.
         column = torch.neg(normaliser[self.samples, self.heads].flatten(0, 1), out=self.left[..., -1])
         column.clamp_(max=-HIDDEN)
 
@@ -138,7 +138,7 @@ class Block:
         return left.view(self.count, grid.rows, -1)
 
     def _right(self, key: Tensor, shift: Tensor | None) -> Tensor:
-        """``[samples, heads, R, Nk, D + 2]``, the columns left open."""
+        """Keys and ones, ``[samples, heads, R, Nk, D + 2]``; ``column`` is not filled yet."""
         count = key.shape[2] if shift is None else shift.shape[1]
         right = self._array("right", key, *self.shape, count, self.grid.keys, self.dim + 2)
         keys = _subtract(key.expand(-1, -1, count, -1, -1), self.origin, right[..., : self.dim])
@@ -155,7 +155,7 @@ class Block:
         return array.flatten(0, 1)
 
     def _share_key(self, right: Tensor, ways: Tensor, log_prior: Tensor | None) -> None:
-        """Set ways and ratios."""
+        """Set ``ways`` and ``ratios``."""
         c, grid = self.call.scale * LOG2E, self.grid
         by_group = self.left.view(*self.shape, grid.group, grid.queries, -1)
         of_query = ways[:, None] @ by_group[..., : self.dim].mT  # [samples, heads, group, M - 1, Nq]
@@ -165,7 +165,7 @@ class Block:
             of_key -= 0.5 * c * ways.square().sum(-1, keepdim=True)
         if log_prior is not None:
             of_key += (log_prior[:, 1:, None] - log_prior[:, :1, None]) * LOG2E
-        # A key that lies further away is hidden from all rows of this form, by causality: it must not become infinite.
+        # A key beyond the limit is hidden by causality from all rows of this form; the clamp keeps it from overflowing.
         limit = LARGEST_LOG_RATIO * LOG2E
         of_query, of_key = (ratio.clamp_(-limit, limit).exp2_() for ratio in (of_query, of_key))
         self.ways = ways

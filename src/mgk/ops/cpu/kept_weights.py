@@ -1,8 +1,8 @@
-"""One key a position in very short rows: a softmax between products, whose weights are kept for the backward pass.
+"""Attention with one key per position and very short rows, whose weights are kept for the backward pass.
 
-Most of the time of short calls goes into starting operations and into passes over memory. Where the weights are hardly
-more numbers than a query has, to keep them takes less of both than any way to compute them again: forward and backward
-are six products, one softmax and its derivative.
+Short calls spend most of their time on starting operations and on passes over memory. Where a row has hardly more
+weights than a query has features, keeping the weights costs less of both than recomputing them: forward and backward
+are six matrix products, one softmax and its derivative.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from mgk.ops.cpu.block import HIDDEN, Call, Inputs
 from mgk.ops.cpu.grid import Grid
 from mgk.ops.cpu.memory import workspace
 
-# Keys up to which the weights of a row are few. Beyond, the stock kernel is as fast and keeps less.
+# Most keys for which the weights are kept. With more, the stock kernel is as fast and saves less.
 MOST_KEYS = 64
 
 
 class Kept(NamedTuple):
-    """What the backward pass reads, without gaps, in place of query, key and value."""
+    """The contiguous operands and the weights that the backward pass reads."""
 
     left: Tensor
     """``[X, rows, D]``: c q"""
@@ -36,7 +36,7 @@ class Kept(NamedTuple):
 
 
 def keeps_weights(inputs: Inputs, grid: Grid) -> bool:
-    """Whether a call has one key a position, few keys, no row that sees none of them, and all pairs in one tile."""
+    """Whether a call has one key per position, few keys, no row without a key, and all its pairs in one tile."""
     one_key = inputs.key.shape[2] == 1 and inputs.shift is None
     sees_some = not grid.is_causal or grid.queries <= grid.keys
     is_small = grid.batch * grid.heads * grid.rows * grid.keys <= limits.TILE_PAIRS
@@ -44,10 +44,10 @@ def keeps_weights(inputs: Inputs, grid: Grid) -> bool:
 
 
 class Forward:
-    """The forward pass: the copies of its operands, then all the rest."""
+    """The forward pass in two steps: the constructor copies the operands, the call computes the output."""
 
     def __init__(self, inputs: Inputs, call: Call, grid: Grid) -> None:
-        """Copy the operands, moved by what ``call`` says."""
+        """Copy the operands, moved by the origin and the common value of ``call``."""
         query, key, value = inputs.query, inputs.key[:, :, 0], inputs.value
         if call.origin is not None:
             query = query - call.origin.repeat_interleave(grid.group, dim=1)
@@ -55,8 +55,8 @@ class Forward:
         if call.common_value is not None:
             value = value - call.common_value
         count, rows, keys = grid.batch * grid.heads, grid.rows, grid.keys
-        # In one piece: where small pieces of memory are given back at every step, the next step has to ask the
-        # system for them again.
+        # One allocation for all: the allocator returns small ones to the system at every step and has to ask for them
+        # again at the next.
         sizes = (query.numel(), key.numel(), value.numel(), count * rows * keys)
         left, right, values, weight = query.new_empty(sum(sizes)).split(sizes)
         torch.mul(query, call.scale, out=left.view(query.shape))
@@ -68,20 +68,20 @@ class Forward:
         self._column = _column(self._right, call, grid)
 
     def is_around_zero(self, near: float, spread: float) -> bool:
-        """Whether no first key lies further than ``near`` variances away, and no channel of the values is a constant.
+        """Whether the first keys have ``|k|^2 / variance <= near`` and no channel of the values is constant.
 
-        What has just been copied still lies in the cache, where the inputs do not. It is asked only where every row
-        sees all of at least three keys.
+        The copies that it reads are still in the cache, while the inputs are not. It is called only where every row
+        sees all keys and there are at least three.
         """
         if self._call.is_gaussian and not float(self._column[:, 0, 0].amin()) >= -0.5 * near:
             return False
-        # In some channels two values agree by chance, three do not.
+        # Two values agree by chance in some channels, but three do not.
         first = self._value[:, :1]
         ratio = (self._value[:, 1 :: self._grid.keys - 2] / first).sub_(1.0).abs_()
         return float(ratio.amax(dim=1).amin()) > spread
 
     def __call__(self) -> tuple[Tensor, Kept]:
-        """``out [B, H, Nq, Dv]``, and what is kept."""
+        """Return ``out [B, H, Nq, Dv]`` and what is kept for the backward pass."""
         call, grid, left, right, value = self._call, self._grid, self._left, self._right, self._value
         count, rows, keys, width = left.shape[0], grid.rows, grid.keys, value.shape[-1]
         logit = workspace.array("logit 0", left, count, rows, keys)
@@ -91,7 +91,7 @@ class Forward:
             logit.view(-1, grid.queries, keys).add_(later)
         weight = torch.softmax(logit, dim=-1, out=self._weight)
         product = torch.bmm(weight, value, out=workspace.array("out", left, count, rows, width))
-        # In memory the heads of a token lie beside each other, as the projection that follows wants them.
+        # In memory the heads of a token are adjacent, as the output projection needs them.
         heads = grid.heads * grid.group
         out = value.new_empty(grid.batch, grid.queries, heads, width).transpose(1, 2)
         product = product.view(out.shape)
@@ -103,7 +103,7 @@ class Forward:
 
 
 def _column(right: Tensor, call: Call, grid: Grid) -> Tensor:
-    """``-c |k|^2 / 2 [X, 1, Nk]``, very low where a key is hidden."""
+    """Bias of each key, ``-c |k|^2 / 2`` or 0, and very low where the key is hidden, ``[X, 1, Nk]``."""
     if call.is_gaussian:
         square = torch.mul(right, right, out=workspace.array("square", right, *right.shape))
         column = square.sum(-1).mul_(-0.5 * call.scale)

@@ -1,4 +1,4 @@
-"""Memory that stays between tiles and calls."""
+"""A workspace that persists between tiles and calls."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import threading
 import torch
 from torch import Tensor
 
-# Numbers of an array that is kept between two calls: 8 MiB in fp32.
+# Largest array, in elements, that is kept between two calls: 8 MiB in fp32.
 LARGEST_KEPT = 2**21
 
 
 class Workspace(threading.local):
-    """Arrays by name; each thread has its own."""
+    """Reusable arrays by name. Each thread has its own."""
 
     def __init__(self) -> None:
         self._arrays: dict[tuple[str, torch.dtype], Tensor] = {}
         self._sizes: dict[tuple[str, torch.dtype], int] = {}
-        # As they were last asked for: to make a view costs as much as a pass over a small array.
+        # The views that were last requested, since making a view costs as much as a pass over a small array.
         self._views: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def array(self, name: str, like: Tensor, *shape: int) -> Tensor:
-        """An uninitialised array with the dtype of ``like``, valid until the next one of this name is asked for."""
+        """Return an uninitialised array with the dtype of ``like``, valid until this name is requested again."""
         at = (name, like.dtype)
         view = self._views.get(at)
         if view is not None and view.shape == shape:
@@ -34,8 +34,8 @@ class Workspace(threading.local):
         return view
 
     def drop_large_arrays(self) -> None:
-        """Long sequences give their memory back: beside their work, new memory is cheap."""
-        # To ask tensors how long they are would take a short call longer than a pass over its numbers.
+        """Release the arrays of long sequences, for which new memory is cheap compared with the work on it."""
+        # The sizes are stored because asking the tensors takes a short call longer than a pass over their elements.
         large = [at for at, size in self._sizes.items() if size > LARGEST_KEPT]
         for at in large:
             del self._arrays[at], self._sizes[at], self._views[at]

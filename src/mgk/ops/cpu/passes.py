@@ -1,4 +1,4 @@
-"""Forward and backward through the tiles of one block of heads."""
+"""The forward and the backward pass over the tiles of one block of heads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mgk.ops.cpu.memory import workspace
 
 
 class _Tile:
-    """Some heads, rows and keys of a block. Its arrays are ``[heads, rows, keys]``."""
+    """The operands for some heads, rows and keys of a block. Its arrays are ``[heads, rows, keys]``."""
 
     def __init__(self, block: Block, heads: slice, rows: slice, keys: slice) -> None:
         self.left, self.right = block.left[heads, rows], block.right[heads, :, keys]
@@ -26,7 +26,7 @@ class _Tile:
         return workspace.array(name, self.left, *self.shape)
 
     def logits(self) -> list[Tensor]:
-        """In units of log 2, for each of the keys of a position."""
+        """Compute the logits of each of the R keys per position, in units of log 2."""
         logits = [
             torch.bmm(self.left, self.right[:, r].mT, out=self.array(f"logit {r}")) for r in range(self.right.shape[1])
         ]
@@ -37,7 +37,7 @@ class _Tile:
         return logits
 
     def ratio(self, r: int) -> Tensor:
-        """How much component ``r + 1`` weighs beside the first."""
+        """Compute the ratio of the weight of component ``r + 1`` to that of the first."""
         return torch.mul(*self.ratios[r], out=self.array("ratio"))
 
 
@@ -71,7 +71,7 @@ def forward_pass(block: Block, out: Tensor, normaliser: Tensor) -> None:
                     total = weight.sum(-1, keepdim=True)
                     torch.bmm(weight, tile.value[..., :-1], out=weighted)
                 else:
-                    # Online softmax: what was summed before was relative to a smaller maximum.
+                    # Online softmax: rescale the earlier sums, which were relative to a smaller maximum.
                     decay = maximum.sub_(highest).exp2_()
                     total = total.mul_(decay).add_(weight.sum(-1, keepdim=True))
                     weighted.mul_(decay).baddbmm_(weight, tile.value[..., :-1])
@@ -90,9 +90,10 @@ def forward_pass(block: Block, out: Tensor, normaliser: Tensor) -> None:
 
 
 def backward_pass(block: Block, grad_out: Tensor, out: Tensor, gradient: Inputs) -> None:
-    """Fill the block's part of the gradients; those of shifts and priors are added to.
+    """Fill the block's part of the gradients, and add to the gradients of shifts and priors.
 
-    With w the normalised weight of one component, dlogit = w (dO . v - dO . o). The second term is one more feature.
+    With w the normalised weight of one component, dlogit = w (dO . v - dO . o). The second term enters the product as
+    one more feature.
     """
     grid, width, dim = block.grid, out.shape[-1], block.dim
     components = block.right.shape[1]
@@ -122,7 +123,7 @@ def backward_pass(block: Block, grad_out: Tensor, out: Tensor, gradient: Inputs)
                     grad_logits = [each.mul_(grad_weight) for each in weights]
                 of_value.add(grad_left[heads, rows, :width].mT, weight)
                 for r, grad_logit in enumerate(grad_logits):
-                    # The one beside the queries makes the sum of each column.
+                    # The column of ones beside the queries yields the sum of dlogit for each key.
                     of_keys[r].add(tile.left[..., : dim + 1].mT, grad_logit)
                     of_query.add(grad_logit, tile.right[:, r, :, :dim])
             for complete in (of_value, *of_keys):
@@ -133,7 +134,7 @@ def backward_pass(block: Block, grad_out: Tensor, out: Tensor, gradient: Inputs)
 
 
 class _Sum:
-    """A sum of matrix products. An array without gaps takes them faster; where the target has gaps it is copied."""
+    """A sum of matrix products, accumulated in a contiguous array for speed and then copied to its target."""
 
     def __init__(self, name: str, target: Tensor) -> None:
         self._target, self._is_empty = target, True
@@ -154,7 +155,7 @@ class _Sum:
 
 
 class _Sums:
-    """What the tiles of a block add up to."""
+    """Sums over the tiles of a block."""
 
     def __init__(self, block: Block, width: int) -> None:
         grid, like, count, dim = block.grid, block.left, block.count, block.dim
@@ -190,7 +191,7 @@ def _grad_left(block: Block, grad_out: Tensor, out: Tensor) -> Tensor:
 def _through_ratios(
     tile: _Tile, first: Tensor, grad_weight: Tensor, sums: _Sums, heads: slice, rows: slice, keys: slice
 ) -> tuple[Tensor, Tensor]:
-    """The weight of all components together, and the gradient of the logit that they share."""
+    """Return the weight of all components together and the gradient of the logit that they share."""
     of_first = grad_weight.mul_(first)
     weight, grad_logit = tile.array("weight"), of_first
     for r in range(len(tile.ratios)):
@@ -210,7 +211,7 @@ def _through_ratios(
 
 
 def _finish(block: Block, sums: _Sums, gradient: Inputs) -> None:
-    """From the sums to the gradients of what the block was made of."""
+    """Turn the sums into gradients of the inputs of the block."""
     grid, dim, scale, shape = block.grid, block.dim, block.call.scale, block.shape
     samples, heads = block.samples, block.heads
     components = len(sums.key)

@@ -1,7 +1,7 @@
-"""The backward pass of one key a position where a tile holds whole rows: so few keys that no sum is left for later.
+"""The backward pass for one key per position and so few keys that every tile holds whole rows.
 
-Most of the time of short calls goes into passes over memory, not into products. A row that is complete needs neither
-its output nor sums that wait for another tile, and no operand needs a column for them.
+Short calls spend most of their time on passes over memory, not on products. A complete row needs neither its output
+nor sums that continue in another tile, and no operand needs a column for them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from mgk.ops.cpu.block import LOG2E, Call, Inputs
 from mgk.ops.cpu.grid import Grid
 from mgk.ops.cpu.memory import workspace
 
-# Beyond, a pass over the pairs costs more than what the tiles of ``passes.py`` put into their operands to save it.
+# With more keys, a pass over the pairs costs more than the additional columns by which ``passes.py`` avoids it.
 MOST_KEYS = 256
 
 
 def has_whole_rows(grid: Grid) -> bool:
-    """Whether a tile holds all queries and keys of a head, and its operands are not small beside it."""
+    """Whether a tile holds all queries and keys of a head, and is not much larger than its operands."""
     return grid.keys <= MOST_KEYS and grid.rows * grid.keys <= limits.TILE_PAIRS
 
 
@@ -66,12 +66,12 @@ def _backward_of_tile(
         later = left.new_full((grid.queries, keys), -math.inf).triu_(keys - grid.queries + 1)
         weight.view(count, grid.group, grid.queries, keys).add_(later)
     weight.exp2_()
-    # The kernel rounds its normalisers in another way; far from zero that would be seen in the gradients.
+    # The kernel rounds its normalisers differently, which would show in the gradients for logits far from zero.
     weight.div_(weight.sum(-1, keepdim=True))
     grad_logit = torch.bmm(grad, values.mT, out=workspace.array("grad_weight", left, count, rows, keys))
     torch._softmax_backward_data(grad_logit, weight, -1, weight.dtype, grad_input=grad_logit)
 
-    # Arrays that are no longer needed take the products: they still lie in the cache.
+    # The products go into arrays that are no longer needed, because these are still in the cache.
     torch.bmm(weight.mT, grad, out=values)
     grad_value.copy_(values.view(grad_value.shape))
     product = grad if width == dim else workspace.array("of_query", left, count, rows, dim)
@@ -85,6 +85,6 @@ def _backward_of_tile(
 
 
 def _copied(name: str, tensor: Tensor, origin: Tensor | None) -> Tensor:
-    """Without gaps, and moved by ``origin``."""
+    """Contiguous copy of ``tensor``, minus ``origin`` if there is one."""
     array = workspace.array(name, tensor, *tensor.shape)
     return array.copy_(tensor) if origin is None else torch.sub(tensor, origin, out=array)
