@@ -94,7 +94,7 @@ def test_whether_the_published_code_leaves_earlier(tmp_path):
     cases = {
         "published": ((1000, 1500), (2000, 3000, None), "**The published code leaves the plateau earlier than ours**"),
         "ours": ((4000, 4500), (1000, 2000, 3000), "**Our training leaves the plateau earlier"),
-        "neither": ((1000, 4000), (2000, 3000, 3500), "It is not shown that either leaves"),
+        "neither": ((1000, 4000), (2000, 3000, 3500), "The runs do not show that either code leaves"),
     }
     for name, (theirs, ours, start) in cases.items():
         folder = tmp_path / name

@@ -305,7 +305,7 @@ class TestWithoutWikiText103:
             assert "perplexity" in table[0]
             assert "paper" not in table[0]
             assert "±" in table[2]
-        assert "The training text of wikitext103/medium could not be had where our runs were made" in found["T3"]
+        assert "The training text of wikitext103/medium was not available where our runs were made" in found["T3"]
         assert "in place of wikitext103/medium" not in found["T3"]
         assert "±" not in found["T3"].partition(", in place of")[0]
 

@@ -54,16 +54,15 @@ def fidelity_page(results: Results, seeds: int) -> Page:
         name=NAME,
         title=TITLE,
         text=(
-            "The paper follows mlpen/Nystromformer, and its released code is a fork of NVIDIA/transformer-ls. "
-            "Everything that an audit of these found to be different from ours is listed here; where a number may "
-            "depend on it, a recipe has the published choice, or ours of before. Results belong to the recipe whose "
-            "configuration they were made with, the model in full included, so runs of a variant never count for the "
-            "tables of the paper.",
+            "The paper follows mlpen/Nystromformer, and its released code is a fork of NVIDIA/transformer-ls. This "
+            "page lists every difference to ours that an audit of these found. If a number may depend on it, a recipe "
+            "has the published choice, or our former one. A result belongs to the recipe that has its whole "
+            "configuration, so runs of a variant never count for the tables of the paper.",
             "**The same as published:** " + " ".join(content["same"]),
-            "A run of ListOps starts on a plateau, where it predicts the majority class, and leaves it for what the "
-            "outermost operator says. The step at which it does so is that of the first validation above "
-            f"{100 * content['comparisons'][0]['plateau']:.0f} %. A difference is that of the means of a variant and "
-            "of the recipe that it is a variant of, in points, where both have runs.",
+            "A run of ListOps starts on a plateau, where it predicts the majority class. It leaves the plateau when it "
+            "learns to read the outermost operator: we take the step of the first validation above "
+            f'{100 * content["comparisons"][0]["plateau"]:.0f} %. The column "difference" is the mean of the variant '
+            "minus the mean of its recipe, in points, if both have runs.",
             content["control"]["text"],
             *published_code.sentences(controls, results),
         ),

@@ -108,16 +108,16 @@ def title(page: Page) -> str:
 def test_in_words() -> str:
     """Describe the test behind the verdicts."""
     return (
-        f"Welch's t test between the seeds of two rows, two-sided, level {LEVEL}, p values adjusted by Holm over the "
-        f'comparisons of one sentence; {MINIMUM_SEEDS} seeds in each row at least. "Not worse" is tested against the '
-        "margin of its metric (0.5 points of accuracy, perplexity or BLEU, 0.01 bits: ours, the paper has none). "
-        "Differences are positive where the first row is better, with the 95 % interval of the difference, not "
-        'adjusted. "Paired p" is that of the differences between runs with the same seed, adjusted likewise; it '
-        "decides nothing. "
-        '"P(better)" is the probability that a run of the first row is better than one of the second, with its 95 % '
-        'interval. "Over test items" is the 95 % interval of the difference if test items, and seeds, were drawn anew; '
-        'binomial, over items alone, where results do not say which items were right. "Not shown": the seeds decide '
-        "neither way."
+        f"A verdict comes from Welch's t test between the seeds of two rows: two-sided, level {LEVEL}, with at least "
+        f"{MINIMUM_SEEDS} seeds in each row. Holm's method adjusts the p values over the comparisons of one sentence. "
+        '"Not worse" is tested against the margin of the metric: 0.5 points of accuracy, perplexity or BLEU, 0.01 '
+        'bits. These margins are our choice, since the paper states none. "Not shown" means that the seeds decide neither '
+        "way.\n\n"
+        "A difference is positive if the first row is better, and its 95 % interval is not adjusted. "
+        '"Paired p" tests the differences between runs with the same seed, with the same adjustment; it decides '
+        'nothing. "P(better)" is the probability that a run of the first row beats a run of the second, with its 95 % '
+        'interval. "Over test items" is the 95 % interval of the difference under resampling of test items and seeds; '
+        '"binomial" marks intervals over items alone, for results that do not record which items were right.'
     )
 
 

@@ -109,12 +109,12 @@ def sentences(controls: Sequence[Control], results: Results) -> tuple[str, ...]:
         f"{ours} of ours, {'exact ' if found.is_exact else ''}p {show_p(found.p)}"
     )
     if found.p >= LEVEL:
-        return (f"It is not shown that either leaves the plateau earlier than the other ({test}).",)
+        return (f"The runs do not show that either code leaves the plateau earlier ({test}).",)
     if found.excess > 0:
         return (
-            f"**The published code leaves the plateau earlier than ours** ({test}). So something in our training that "
-            "is neither dropout nor the number of heads holds our softmax back, and until it is found, our rows of "
-            "softmax are not those of the paper.",
+            f"**The published code leaves the plateau earlier than ours** ({test}). Something in our training other "
+            "than dropout and the number of heads slows our softmax down. Until we know what, do not take our softmax "
+            "rows for the paper's.",
         )
     return (f"**Our training leaves the plateau earlier than the published code** ({test}).",)
 

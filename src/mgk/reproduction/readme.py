@@ -138,10 +138,10 @@ def _sentences(pages: Sequence[Page], results: Results) -> list[str]:
         "do not hold": len(outcomes.get("does not hold", [])),
         "are not shown either way": len(outcomes.get("not shown", [])),
         "wait for runs": len(outcomes.get("not yet enough seeds", [])) + len(outcomes.get("not yet measured", [])),
-        "cannot be judged, since their corpus is not to be had": len(outcomes.get("corpus not to be had", [])),
+        "cannot be judged, because their corpus is not available": len(outcomes.get("corpus not to be had", [])),
     }
     told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-    parts = [f"Of the claims of the paper, and questions of ours, that these pages test, {told}."]
+    parts = [f"These pages test claims of the paper and questions of our own: {told}."]
     listed = [f"“{what}” ({', '.join(dict.fromkeys(links))})" for what, links in refuted.items()]
     parts.append(
         f"**What does not hold:** {'; '.join(listed)}." if listed else "Nothing that was tested has been refuted."
@@ -149,9 +149,9 @@ def _sentences(pages: Sequence[Page], results: Results) -> list[str]:
     missed = _missed(results)
     if missed:
         parts.append(
-            "**Not the paper's number** (outside of the 95 % interval of our seeds, and further away than the margin "
-            f"of the metric): {'; '.join(missed)}. In what our training differs from the published code: "
-            f"[fidelity]({PAGES}/fidelity.md)."
+            "**Not the paper's number** (outside the 95 % interval of our seeds, by more than the margin of the "
+            f"metric): {'; '.join(missed)}. [Fidelity]({PAGES}/fidelity.md) lists how our training differs from the "
+            "published code."
         )
     parts += published_code.sentences(published_code.runs(results), results)
     chosen = {recipe: plateau.escapes(results, recipe) for recipe in plateau.recipes(results)}
@@ -160,7 +160,9 @@ def _sentences(pages: Sequence[Page], results: Results) -> list[str]:
         recipe = max(chosen, key=lambda name: sum(map(len, chosen[name].values())))
         answers = plateau.answer(chosen[recipe], plateau.questions(recipe))
         said = plateau.findings(recipe, chosen[recipe], answers)
-        parts.append(f"How fast a model gets there ([{plateau.NAME}]({PAGES}/{plateau.NAME}.md)): {said}")
+        parts.append(
+            f"When a model [leaves the plateau]({PAGES}/{plateau.NAME}.md) of ListOps: {said}"
+        )
     return parts
 
 

@@ -1,8 +1,8 @@
 """What stands in for a corpus that cannot be had.
 
 
-The pairs of Long Range Arena Retrieval (AAN) are gone from the web. The training text of WikiText-103 and that of
-IWSLT'14 could not be had where our runs were made. What the paper says about them cannot be judged then, and the pages
+The pairs of Long Range Arena Retrieval (AAN) are gone from the web. The training texts of WikiText-103 and IWSLT'14
+were not available where our runs were made. What the paper says about them cannot be judged then, and the pages
 say so; the same rows on another corpus are shown and judged under the name of that corpus. Whoever has the corpus and
 has trained on it sees the paper's own table: a corpus with results is never replaced.
 """
@@ -17,9 +17,9 @@ from mgk.reproduction.recipe import bundled
 from mgk.reproduction.results import Results
 
 GONE = {
-    "aan": "The corpus of {recipe} is not to be had any more",
-    "wikitext103": "The training text of {recipe} could not be had where our runs were made",
-    "iwslt14": "The training text of {recipe} could not be had where our runs were made",
+    "aan": "The corpus of {recipe} is no longer available",
+    "wikitext103": "The training text of {recipe} was not available where our runs were made",
+    "iwslt14": "The training text of {recipe} was not available where our runs were made",
 }
 """Corpora that cannot be had, and how a sentence on it begins."""
 STAND_INS = {
@@ -57,7 +57,7 @@ def can_be_made(recipe: str, results: Results) -> bool:
 def explain(recipes: Sequence[str], results: Results) -> tuple[str, ...]:
     """A sentence on each recipe whose corpus cannot be had."""
     return tuple(
-        f"{GONE[_corpus(recipe)].format(recipe=recipe)}, so nothing of ours can stand beside its numbers."
+        f"{GONE[_corpus(recipe)].format(recipe=recipe)}, so we have no numbers to compare with the paper's."
         + (f" {STAND_INS[recipe]} stands in for it, under its own name." if recipe in STAND_INS else "")
         for recipe in dict.fromkeys(recipes)
         if is_gone(recipe, results)
