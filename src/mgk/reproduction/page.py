@@ -111,8 +111,8 @@ def test_in_words() -> str:
         f"A verdict comes from Welch's t test between the seeds of two rows: two-sided, level {LEVEL}, with at least "
         f"{MINIMUM_SEEDS} seeds in each row. Holm's method adjusts the p values over the comparisons of one sentence. "
         '"Not worse" is tested against the margin of the metric: 0.5 points of accuracy, perplexity or BLEU, 0.01 '
-        'bits. These margins are our choice, since the paper states none. "Not shown" means that the seeds decide neither '
-        "way.\n\n"
+        'bits. These margins are our choice, since the paper states none. "Not shown" means that the seeds decide '
+        "neither way.\n\n"
         "A difference is positive if the first row is better, and its 95 % interval is not adjusted. "
         '"Paired p" tests the differences between runs with the same seed, with the same adjustment; it decides '
         'nothing. "P(better)" is the probability that a run of the first row beats a run of the second, with its 95 % '
