@@ -286,8 +286,12 @@ def test_far_blocks_and_near_blocks_alternate(kind, dtype, device):
         check_rows(inputs, 1e-4)
 
 
-@every_kind
-@pytest.mark.parametrize(("is_causal", "assignment"), PATHS if INTERPRETED else [(False, "soft")])
+FAR = [("projected", False, "soft"), ("shifted", False, "soft")]
+if INTERPRETED:
+    FAR += [("projected", False, "hard"), ("shifted", False, "hard"), ("projected", True, "soft")]
+
+
+@pytest.mark.parametrize(("kind", "is_causal", "assignment"), FAR)
 def test_gradients_of_far_tokens_are_as_exact_as_the_reference(kind, is_causal, assignment, device):
     """P6: backward rounds logits as forward does, or what keys have in common would show in the queries' gradients."""
     draws = []
