@@ -54,6 +54,28 @@ def _swift_interpreter(_kernels_run_here: None) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def _products_of_one_order(_kernels_run_here: None) -> Iterator[None]:
+    """A GPU sums the terms of a product in fp32 in one order, whatever the tile. NumPy's order changes with the shape
+    and the machine, and forward and backward would disagree about a logit. Summed in fp64, it does not show."""
+    if not INTERPRETED:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    dot = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, total, *rest):
+        if a.data.dtype != np.float32:
+            return dot(self, a, b, total, *rest)
+        product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)).astype(np.float32)
+        return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _guarded_memory(_swift_interpreter: None) -> Iterator[None]:
     """Whatever a kernel reads or writes must lie inside one of the tensors it was given: a GPU may say nothing."""
     if not INTERPRETED:

@@ -118,16 +118,18 @@ def _launch_repair(call: Call, out: Tensor, normaliser: Tensor) -> None:
     together = blocks * call.batch * call.heads // tuning.programs(call.device)
     together = max(1, min(together, repair.MOST_ROWS_TOGETHER.value // tile.rows, blocks))
     terms = call.terms
+    is_relative = call.two_shifts and call.dtype == torch.float32
     launch(
         repair.attention_repair,
         count_blocks(blocks, together) * call.batch * call.heads,
         (
-            call.query, call.key, call.value, out, terms.row, terms.column, terms.level, call.inverse_variance,
-            normaliser, *call.masks, *strides_of_rows(call.query), *strides_of_rows(call.key),
-            *strides_of_rows(call.value), *strides_of_rows(out), *call.mask_strides, call.scale, call.threshold,
+            call.query, call.key, call.value, out, terms.row, terms.column, terms.row_second if is_relative else None,
+            terms.column_second if is_relative else None, terms.level, call.inverse_variance, normaliser,
+            *call.masks, *strides_of_rows(call.query), *strides_of_rows(call.key), *strides_of_rows(call.value),
+            *strides_of_rows(out), *call.mask_strides, call.scale, call.threshold,
             call.keep_scale, *call.sizes, blocks, together, call.width, call.value_width,
         ),
-        {**call.constants, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
+        {**call.constants, "RELATIVE": is_relative, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
         tile,
     )  # fmt: skip
 

@@ -30,6 +30,7 @@ from mgk.ops.triton.kernels.terms import (
     component_bias,
     component_logit,
     in_order,
+    less_reference,
     load_terms,
     mark_unfactored,
     place,
@@ -287,9 +288,11 @@ def _weights_of_two_shifts(rows, keys, terms, o_j, case: tl.constexpr, choices: 
         if case.HARD:
             b_second = rows.b_gap[:, None] + load_terms(terms.p_column + terms.padded_keys, o_j, case.BLOCK_J)[None, :]
             b_bias = tl.maximum(b_bias, b_second)
-        if not choices.HAS_LEVEL:
+        IN_ORDER: tl.constexpr = not choices.HAS_LEVEL and rows.b_query.dtype == tl.float32
+        if not choices.HAS_LEVEL and not IN_ORDER:
             b_bias -= rows.b_reference[:, None]
-        b_weight = tl.math.exp2(b_product * terms.scale + b_bias)
+        b_logit = b_product * terms.scale + b_bias
+        b_weight = tl.math.exp2(less_reference(b_logit, rows.b_reference) if IN_ORDER else b_logit)
     if not case.HARD:
         b_ratio = rows.b_second[:, None] * load_terms(terms.p_column_second, o_j, case.BLOCK_J)[None, :]
         b_weight = b_weight + b_weight * b_ratio
@@ -312,10 +315,13 @@ def _weights_of_best_bias(rows, keys, terms, o_j, case: tl.constexpr):
     """Hard weights of any number of shifted keys of one variance: one product, one exponential."""
     b_key = load_key(keys, 0, o_j, case)
     b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)
-    b_bias = component_bias(terms, 0, rows.o_i, o_j, rows.b_reference, case.BLOCK_J)
+    IN_ORDER: tl.constexpr = rows.b_query.dtype == tl.float32
+    b_reference = tl.zeros_like(rows.b_reference) if IN_ORDER else rows.b_reference
+    b_bias = component_bias(terms, 0, rows.o_i, o_j, b_reference, case.BLOCK_J)
     for r in tl.static_range(1, case.M):
-        b_bias = tl.maximum(b_bias, component_bias(terms, r, rows.o_i, o_j, rows.b_reference, case.BLOCK_J))
-    return tl.math.exp2(b_product * terms.scale + b_bias)
+        b_bias = tl.maximum(b_bias, component_bias(terms, r, rows.o_i, o_j, b_reference, case.BLOCK_J))
+    b_logit = b_product * terms.scale + b_bias
+    return tl.math.exp2(less_reference(b_logit, rows.b_reference) if IN_ORDER else b_logit)
 
 
 @triton.jit
@@ -332,12 +338,15 @@ def _two_key_logits(rows, keys, terms, o_j, HAS_LEVEL: tl.constexpr, DIRECT: tl.
     """The logits of two projected components side by side, ``[BLOCK_I, 2 * BLOCK_J]``: one copy, one product."""
     b_key = keys.d_key.load([keys.i_batch, 2 * keys.i_kv_head, o_j, 0]).reshape(2 * case.BLOCK_J, case.D)
     b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)
+    IN_ORDER: tl.constexpr = not HAS_LEVEL and rows.b_query.dtype == tl.float32
     b_bias = -rows.b_reference[:, None]
     if terms.p_column is not None:
         o_both = tl.arange(0, 2 * case.BLOCK_J)
         o_both = o_both // case.BLOCK_J * terms.padded_keys + place(o_both % case.BLOCK_J)
         p_block = terms.p_column + o_j
         b_column = (terms_at(p_block, o_both) if DIRECT else tl.load(p_block + o_both))[None, :]
+        if IN_ORDER:
+            return less_reference(b_product * terms.scale + b_column, rows.b_reference)
         b_bias = b_column if HAS_LEVEL else b_column + b_bias
     return b_product * terms.scale + b_bias
 
@@ -351,7 +360,7 @@ def _weights_of_components(rows, keys, terms, o_j, case: tl.constexpr):
         if r == 0 or not case.SHARED_KEY:
             b_key = load_key(keys, r, o_j, case)
             b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)
-        b_logit = component_logit(b_product, terms, r, rows.o_i, o_j, rows.b_reference)
+        b_logit = component_logit(b_product, terms, r, rows.o_i, o_j, rows.b_reference, rows.b_query)
         if r == 0:
             b_weight = b_logit if case.HARD else tl.math.exp2(b_logit)
         elif case.HARD:
@@ -380,7 +389,8 @@ def _largest_logit(rows, keys, terms, visibility, o_j, CAUSAL: tl.constexpr, cas
         if r == 0 or not case.SHARED_KEY:
             b_key = load_key(keys, r, o_j, case)
             b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)
-        b_largest = tl.maximum(b_largest, component_logit(b_product, terms, r, rows.o_i, o_j, rows.b_reference))
+        b_logit = component_logit(b_product, terms, r, rows.o_i, o_j, rows.b_reference, rows.b_query)
+        b_largest = tl.maximum(b_largest, b_logit)
     m_seen = is_visible(rows.o_i[:, None], o_columns[None, :], visibility, CAUSAL)
     b_largest = tl.max(tl.where(m_seen, b_largest, float("-inf")), 1)
     return tl.where(b_largest == float("-inf"), 0.0, b_largest)

@@ -61,8 +61,8 @@ def attention_delta(
         b_delta -= tl.load(p_grad_normaliser + o_row, mask=m_i, other=0.0)
     b_normaliser = tl.load(p_normaliser + o_row, mask=m_i, other=float("-inf"))
     b_reference = b_normaliser * 1.4426950408889634
-    # Between logits so large fp32 cannot tell a factor of 2^32: backward, which rounds them otherwise than forward,
-    # would find weights of any size.
+    # Between logits so large fp32 cannot tell a factor of 2^32: backward, which measures them from a normaliser that is
+    # rounded as much, would find weights of any size.
     m_hopeless = tl.abs(b_reference) > HIGHEST_REFERENCE
     if TWO_SHIFTS:
         b_reference -= tl.load(p_row + i_head.to(tl.int64) * M * padded_queries + place(o_i))

@@ -25,10 +25,12 @@ from mgk.ops.triton.kernels.terms import (
     component_scale,
     finite,
     hard_responsibility,
+    less_reference,
     load_origin,
     load_shift,
     load_terms,
     place,
+    second_weight,
     weight_of,
 )
 from mgk.ops.triton.kernels.tiles import (
@@ -237,20 +239,39 @@ def _gather(
     b_product = tl.dot(columns.b_key, b_query.T, input_precision=case.INPUT_PRECISION)
     b_grad_weight = tl.dot(columns.b_value, b_grad_out.T, input_precision=case.INPUT_PRECISION)
     b_scale = component_scale(terms, columns.i_component)
-    b_row = -b_reference
+    IN_ORDER: tl.constexpr = b_query.dtype == tl.float32
+    b_row = tl.zeros_like(b_reference) if IN_ORDER else -b_reference
     if terms.p_row is not None and not case.TWO_SHIFTS:
         b_row += load_terms(terms.p_row + columns.i_component * terms.padded_queries, o_i, case.BLOCK_I)
     b_logit = b_product * b_scale + (b_row[None, :] + columns.b_column[:, None])
+    if IN_ORDER:
+        b_logit = less_reference(b_logit, b_reference, TRANSPOSED=True)
     if case.TWO_SHIFTS and case.HARD:
         # Only the biases compete, see `row_second` and `column_second` in terms.py.
         b_lead = load_terms(queries.p_second, o_i, case.BLOCK_I)[None, :] - columns.b_second[:, None]
         b_responsibility = hard_responsibility(b_lead)
-        b_weight = weight_of(b_logit + b_lead * b_responsibility, b_query)
+        if IN_ORDER:
+            b_other = tl.load(terms.p_column + terms.padded_keys + place(columns.o_j))[:, None]
+            b_other += load_terms(queries.p_second, o_i, case.BLOCK_I)[None, :]
+            b_logit = b_product * terms.scale + tl.maximum(columns.b_column[:, None], b_other)
+            b_weight = weight_of(less_reference(b_logit, b_reference, TRANSPOSED=True), b_query)
+        else:
+            b_weight = weight_of(b_logit + b_lead * b_responsibility, b_query)
     elif case.HARD and case.M == 2:
         b_other = b_product
         if not case.SHARED_KEY:
             b_other = tl.dot(columns.b_other_key, b_query.T, input_precision=case.INPUT_PRECISION)
-        b_other = component_logit(b_other, terms, 1 - columns.i_component, o_i, columns.o_j, b_reference, True, True)
+        b_other = component_logit(
+            b_other,
+            terms,
+            1 - columns.i_component,
+            o_i,
+            columns.o_j,
+            b_reference,
+            b_query,
+            TRANSPOSED=True,
+            FINITE=True,
+        )
         b_weight = hard_responsibility(finite(b_logit) - b_other) * weight_of(b_logit, b_query)
     elif case.HARD and case.M > 2:
         b_best = tl.full([case.BLOCK_J, case.BLOCK_I], float("-inf"), tl.float32)
@@ -260,7 +281,7 @@ def _gather(
             if not case.SHARED_KEY:
                 b_key = load_key(keys, r, columns.o_first, case)
                 b_other = tl.dot(b_key, b_query.T, input_precision=case.INPUT_PRECISION)
-            b_other = component_logit(b_other, terms, r, o_i, columns.o_j, b_reference, True)
+            b_other = component_logit(b_other, terms, r, o_i, columns.o_j, b_reference, b_query, True)
             b_ties = tl.where(b_other > b_best, 1.0, b_ties + (b_other == b_best).to(tl.float32))
             b_best = tl.maximum(b_best, b_other)
         b_weight = tl.where(b_logit >= b_best, weight_of(b_logit, b_query) / b_ties, 0.0)
@@ -280,8 +301,14 @@ def _gather(
             b_gap = load_terms(terms.p_row + terms.padded_queries, o_i, case.BLOCK_I)
             b_gap -= load_terms(terms.p_row, o_i, case.BLOCK_I)
             b_second = tl.load(terms.p_column + terms.padded_keys + place(columns.o_j))
-            b_other = b_product * terms.scale + ((b_gap - b_reference)[None, :] + b_second[:, None])
-            b_other = weight_of(b_other, b_query)
+            if IN_ORDER:
+                b_other = b_product * terms.scale + (b_gap[None, :] + b_second[:, None])
+                b_other = weight_of(less_reference(b_other, b_reference, TRANSPOSED=True), b_query)
+                b_ratio = load_terms(queries.p_second, o_i, case.BLOCK_I)[None, :] * columns.b_second[:, None]
+                b_other = second_weight(b_weight, b_ratio, b_other)
+            else:
+                b_other = b_product * terms.scale + ((b_gap - b_reference)[None, :] + b_second[:, None])
+                b_other = weight_of(b_other, b_query)
             if CAUSAL or visibility.p_mask is not None:
                 b_other = tl.where(m_seen, b_other, 0.0)
             b_kept_other = b_other

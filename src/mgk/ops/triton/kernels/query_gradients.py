@@ -23,10 +23,13 @@ from mgk.ops.triton.kernels.terms import (
     component_logit,
     component_scale,
     hard_responsibility,
+    less_reference,
     load_origin,
     load_shift,
     load_terms,
     place,
+    second_logit,
+    second_weight,
     weight_of,
 )
 from mgk.ops.triton.kernels.tiles import (
@@ -236,12 +239,23 @@ def _gather_two_shifts(b_grad_query, b_grad_row, b_grad_weight, m_seen, rows, ke
     """Two shifted keys of one variance share the product, and the gradient of the key."""
     b_key = load_key(keys, 0, o_j, case)  # [BLOCK_J, D]
     b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)  # [BLOCK_I, BLOCK_J]
+    IN_ORDER: tl.constexpr = rows.b_query.dtype == tl.float32
+    p_second_column = terms.p_column + terms.padded_keys
     if case.HARD:
         # Only the biases compete, see `row_second` and `column_second` in terms.py.
         b_lead = rows.b_second[:, None] - load_terms(terms.p_column_second, o_j, case.BLOCK_J)[None, :]
         b_responsibility = hard_responsibility(b_lead)
-        b_bias = load_terms(terms.p_column, o_j, case.BLOCK_J)[None, :] - rows.b_reference[:, None]
-        b_weight = weight_of(b_product * terms.scale + b_bias + b_lead * b_responsibility, rows.b_query)
+        if IN_ORDER:
+            b_bias = rows.b_second[:, None] + load_terms(p_second_column, o_j, case.BLOCK_J)[None, :]
+            b_bias = tl.maximum(load_terms(terms.p_column, o_j, case.BLOCK_J)[None, :], b_bias)
+            b_logit = less_reference(b_product * terms.scale + b_bias, rows.b_reference)
+        else:
+            b_bias = load_terms(terms.p_column, o_j, case.BLOCK_J)[None, :] - rows.b_reference[:, None]
+            b_logit = b_product * terms.scale + b_bias + b_lead * b_responsibility
+        b_weight = weight_of(b_logit, rows.b_query)
+    elif IN_ORDER:
+        b_logit = b_product * terms.scale + load_terms(terms.p_column, o_j, case.BLOCK_J)[None, :]
+        b_weight = weight_of(less_reference(b_logit, rows.b_reference), rows.b_query)
     else:
         b_scaled = b_product * terms.scale
         b_bias = load_terms(terms.p_column, o_j, case.BLOCK_J)[None, :] - rows.b_reference[:, None]
@@ -250,10 +264,17 @@ def _gather_two_shifts(b_grad_query, b_grad_row, b_grad_weight, m_seen, rows, ke
     if case.HARD:
         b_grad_logit = b_first
     elif case.UNFACTORED:
-        b_gap = tl.load(terms.p_row + terms.padded_queries + place(rows.o_i)) - tl.load(terms.p_row + place(rows.o_i))
-        b_column = load_terms(terms.p_column + terms.padded_keys, o_j, case.BLOCK_J)
-        b_other = b_product * terms.scale + ((b_gap - rows.b_reference)[:, None] + b_column[None, :])
-        b_grad_logit = b_first + _where_seen(m_seen, weight_of(b_other, rows.b_query)) * b_grad_weight
+        if IN_ORDER:
+            b_other = less_reference(second_logit(b_product, terms, rows.o_i, o_j, case.BLOCK_J), rows.b_reference)
+            b_ratio = rows.b_second[:, None] * load_terms(terms.p_column_second, o_j, case.BLOCK_J)[None, :]
+            b_other = second_weight(b_weight, b_ratio, weight_of(b_other, rows.b_query))
+        else:
+            b_gap = tl.load(terms.p_row + terms.padded_queries + place(rows.o_i))
+            b_gap -= tl.load(terms.p_row + place(rows.o_i))
+            b_column = load_terms(p_second_column, o_j, case.BLOCK_J)
+            b_other = b_product * terms.scale + ((b_gap - rows.b_reference)[:, None] + b_column[None, :])
+            b_other = weight_of(b_other, rows.b_query)
+        b_grad_logit = b_first + _where_seen(m_seen, b_other) * b_grad_weight
     else:
         b_ratio = rows.b_second[:, None] * load_terms(terms.p_column_second, o_j, case.BLOCK_J)[None, :]
         b_grad_logit = b_first + b_first * b_ratio
@@ -276,9 +297,9 @@ def _gather_best_of_two(b_grad_query, b_grad_row, b_grad_weight, m_seen, rows, k
     b_first_scale = component_scale(terms, 0)
     b_second_scale = component_scale(terms, 1)
     b_first = tl.dot(rows.b_query, b_first_key.T, input_precision=case.INPUT_PRECISION)
-    b_first = component_logit(b_first, terms, 0, rows.o_i, o_j, rows.b_reference, FINITE=True)
+    b_first = component_logit(b_first, terms, 0, rows.o_i, o_j, rows.b_reference, rows.b_query, FINITE=True)
     b_second = tl.dot(rows.b_query, b_second_key.T, input_precision=case.INPUT_PRECISION)
-    b_second = component_logit(b_second, terms, 1, rows.o_i, o_j, rows.b_reference, FINITE=True)
+    b_second = component_logit(b_second, terms, 1, rows.o_i, o_j, rows.b_reference, rows.b_query, FINITE=True)
     b_weight = _where_seen(m_seen, weight_of(tl.maximum(b_first, b_second), rows.b_query))
     b_responsibility = hard_responsibility(b_first - b_second)
     b_grad_logit = b_weight * b_grad_weight
@@ -310,14 +331,14 @@ def _gather_components(b_grad_query, b_grad_row, b_grad_weight, m_seen, rows, ke
         for r in tl.static_range(case.M):
             b_key = load_key(keys, r, o_j, case)
             b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)
-            b_logit = component_logit(b_product, terms, r, rows.o_i, o_j, rows.b_reference)
+            b_logit = component_logit(b_product, terms, r, rows.o_i, o_j, rows.b_reference, rows.b_query)
             b_ties = tl.where(b_logit > b_best, 1.0, b_ties + (b_logit == b_best).to(tl.float32))
             b_best = tl.maximum(b_best, b_logit)
         b_ties = tl.maximum(b_ties, 1.0)
     for r in tl.static_range(case.M):
         b_key = load_key(keys, r, o_j, case)
         b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)
-        b_logit = component_logit(b_product, terms, r, rows.o_i, o_j, rows.b_reference)
+        b_logit = component_logit(b_product, terms, r, rows.o_i, o_j, rows.b_reference, rows.b_query)
         b_weight = weight_of(b_logit, rows.b_query)
         if case.HARD and case.M > 2:
             b_weight = tl.where(b_logit == b_best, b_weight / b_ties, 0.0)

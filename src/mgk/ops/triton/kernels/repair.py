@@ -15,7 +15,7 @@ import triton.language as tl
 
 from mgk.ops.triton.kernels.dropout import Dropout, rows_unless_dropped
 from mgk.ops.triton.kernels.heads import query_head
-from mgk.ops.triton.kernels.terms import Terms, component_logit, place
+from mgk.ops.triton.kernels.terms import Terms, component_logit, load_terms, place, second_logit, second_weight
 from mgk.ops.triton.kernels.tiles import HEAD_NUMBERS, VARYING_WITH_WIDTH, Case, Tokens, load_tokens
 from mgk.ops.triton.kernels.visibility import Sequences, Visibility, is_visible, visible_keys
 
@@ -28,12 +28,15 @@ class Rows(NamedTuple):
 
     o_i: tl.tensor
     b_query: tl.tensor
+    b_second: tl.tensor | None
+    """``row_second``, of two shifted keys in fp32"""
 
 
 @triton.jit(do_not_specialize=VARYING_WITH_WIDTH, do_not_specialize_on_alignment=HEAD_NUMBERS)
 def attention_repair(
     # tokens and terms of the logits
-    p_query, p_key, p_value, p_out, p_row, p_column, p_level, p_inverse_variance, p_normaliser,
+    p_query, p_key, p_value, p_out, p_row, p_column, p_row_second, p_column_second, p_level, p_inverse_variance,
+    p_normaliser,
     # visibility and dropout
     p_mask, p_key_range, p_query_range, p_spans, p_row_random, p_column_random,
     # strides
@@ -47,11 +50,15 @@ def attention_repair(
     M: tl.constexpr, SHARED_KEY: tl.constexpr, HARD: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr,
     ONE_VARIANCE: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr,
     PACKED: tl.constexpr, HAS_LEVEL: tl.constexpr, DROPOUT: tl.constexpr, INPUT_PRECISION: tl.constexpr,
-    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    RELATIVE: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Attend again, exactly, for the rows whose normaliser is NaN. Most programs find none and end: each looks at some
-    blocks together, since to start a program takes longer than that."""
-    case: tl.constexpr = Case(M, SHARED_KEY, HARD, INPUT_PRECISION, BLOCK_I, BLOCK_J, D, DV)
+    blocks together, since to start a program takes longer than that.
+
+    ``RELATIVE``: there are two shifted keys of one variance, whose logits are made as the other kernels make them,
+    without the first row term. In fp32 they must be rounded alike, see ``less_reference`` in terms.py.
+    """
+    case: tl.constexpr = Case(M, SHARED_KEY, HARD, INPUT_PRECISION, BLOCK_I, BLOCK_J, D, DV, TWO_SHIFTS=RELATIVE)
     num_programs = (num_blocks + blocks_together - 1) // blocks_together
     i_first = tl.program_id(0) % num_programs * blocks_together
     i_head = tl.program_id(0) // num_programs
@@ -73,6 +80,7 @@ def attention_repair(
                 p_row=p_row + i_head.to(tl.int64) * M * padded_queries if HAS_ROW else None,
                 p_column=p_column + i_kv.to(tl.int64) * M * padded_keys if HAS_COLUMN else None,
                 p_inverse_variance=None if ONE_VARIANCE else p_inverse_variance + i_kv_head * M,
+                p_column_second=p_column_second + i_kv.to(tl.int64) * padded_keys if RELATIVE else None,
                 scale=scale, padded_queries=padded_queries, padded_keys=padded_keys,
             )  # fmt: skip
             p_own_mask = p_mask
@@ -87,7 +95,10 @@ def attention_repair(
             keys = Tokens(p_key, stride_key_batch, stride_key_head, stride_key_token, num_keys, width)
             values = Tokens(p_value, stride_value_batch, stride_value_head, stride_value_token, num_keys, value_width)
             b_query = load_tokens(queries, i_batch, i_query_head, o_first, BLOCK_I, D)
-            rows = Rows(o_i, b_query)
+            b_second = None
+            if RELATIVE:
+                b_second = tl.load(p_row_second + i_head.to(tl.int64) * padded_queries + place(o_i))
+            rows = Rows(o_i, b_query, b_second)
             dropout = None
             if DROPOUT:
                 b_row_random = tl.load(p_row_random + i_head.to(tl.int64) * padded_queries + place(o_i))
@@ -100,6 +111,8 @@ def attention_repair(
                     b_out, b_sum, b_maximum, rows, head, keys, values, terms, visibility, dropout, o_j, CAUSAL, case,
                 )  # fmt: skip
             b_exact = b_maximum + tl.math.log2(b_sum)
+            if RELATIVE:
+                b_exact += tl.load(terms.p_row + place(o_i))
             if HAS_LEVEL:
                 b_exact += tl.load(p_level + i_kv)
             b_exact *= 0.6931471805599453
@@ -123,6 +136,10 @@ def _attend_exactly(
     b_zero = tl.zeros([case.BLOCK_I], tl.float32)
     b_value = load_tokens(values, head.i_batch, head.i_kv_head, o_j, case.BLOCK_J, case.DV)  # [BLOCK_J, DV]
     m_seen = is_visible(rows.o_i[:, None], o_columns[None, :], visibility, CAUSAL)
+    if case.TWO_SHIFTS:
+        return _attend_to_two_shifts(
+            b_out, b_sum, b_maximum, b_value, m_seen, rows, head, keys, terms, dropout, o_j, case
+        )
     b_best = tl.full([case.BLOCK_I, case.BLOCK_J], float("-inf"), tl.float32)
     b_product = b_best
     for r in tl.static_range(case.M):
@@ -130,7 +147,7 @@ def _attend_exactly(
             i_key_head = head.i_kv_head if case.SHARED_KEY else head.i_kv_head * case.M + r
             b_key = load_tokens(keys, head.i_batch, i_key_head, o_j, case.BLOCK_J, case.D)  # [BLOCK_J, D]
             b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)
-        b_logit = component_logit(b_product, terms, r, rows.o_i, o_j, b_zero)
+        b_logit = component_logit(b_product, terms, r, rows.o_i, o_j, b_zero, rows.b_query)
         b_logit = tl.where(m_seen, b_logit, float("-inf"))
         if case.HARD:
             b_best = tl.maximum(b_best, b_logit)
@@ -149,3 +166,35 @@ def _attend_exactly(
             )
             b_maximum = b_new
     return b_out, b_sum, b_maximum
+
+
+@triton.jit
+def _attend_to_two_shifts(
+    b_out, b_sum, b_maximum, b_value, m_seen, rows, head, keys, terms, dropout, o_j, case: tl.constexpr
+):
+    """The same for two shifted keys of one variance, whose logits are taken without the first row term."""
+    b_key = load_tokens(keys, head.i_batch, head.i_kv_head, o_j, case.BLOCK_J, case.D)  # [BLOCK_J, D]
+    b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)  # [BLOCK_I, BLOCK_J]
+    b_column = load_terms(terms.p_column, o_j, case.BLOCK_J)
+    if case.HARD:
+        b_bias = rows.b_second[:, None] + load_terms(terms.p_column + terms.padded_keys, o_j, case.BLOCK_J)[None, :]
+        b_first = b_product * terms.scale + tl.maximum(b_column[None, :], b_bias)
+        b_second = b_first
+    else:
+        b_first = b_product * terms.scale + b_column[None, :]
+        b_second = second_logit(b_product, terms, rows.o_i, o_j, case.BLOCK_J)
+    b_first = tl.where(m_seen, b_first, float("-inf"))
+    b_second = tl.where(m_seen, b_second, float("-inf"))
+    b_new = tl.maximum(b_maximum, tl.max(tl.maximum(b_first, b_second), 1))
+    # Nothing seen so far: any finite stand-in keeps exp(-inf - stand-in) = 0.
+    b_stand_in = tl.where(b_new == float("-inf"), 0.0, b_new)[:, None]
+    b_weight = tl.math.exp2(b_first - b_stand_in)
+    if not case.HARD:
+        b_ratio = rows.b_second[:, None] * load_terms(terms.p_column_second, o_j, case.BLOCK_J)[None, :]
+        b_weight += second_weight(b_weight, b_ratio, tl.math.exp2(b_second - b_stand_in))
+    b_decay = tl.math.exp2(b_maximum - tl.where(b_new == float("-inf"), 0.0, b_new))
+    b_sum = b_sum * b_decay + tl.sum(b_weight, 1)
+    if dropout is not None:
+        b_weight = rows_unless_dropped(b_weight, dropout, o_j, False)
+    b_out = tl.dot(b_weight, b_value, b_out * b_decay[:, None], input_precision=case.INPUT_PRECISION)
+    return b_out, b_sum, b_new

@@ -79,4 +79,5 @@ def _logit(b_query, keys, terms, i_component, o_i, o_j, case: tl.constexpr):
     """The logits of one component, ``[BLOCK_I, BLOCK_J]``."""
     b_key = load_key(keys, i_component, o_j, case)  # [BLOCK_J, D]
     b_product = tl.dot(b_query, b_key.T, input_precision=case.INPUT_PRECISION)
-    return component_logit(b_product, terms, i_component, o_i, o_j, tl.zeros([case.BLOCK_I], tl.float32))
+    b_zero = tl.zeros([case.BLOCK_I], tl.float32)
+    return component_logit(b_product, terms, i_component, o_i, o_j, b_zero, b_query)

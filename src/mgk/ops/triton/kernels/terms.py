@@ -139,14 +139,32 @@ def component_bias(
 
 @triton.jit
 def component_logit(
-    b_product, terms, i_component, o_row, o_column, b_reference,
+    b_product, terms, i_component, o_row, o_column, b_reference, b_tokens,
     TRANSPOSED: tl.constexpr = False, FINITE: tl.constexpr = False,
 ):  # fmt: skip
     """``scale[r] product + row[i, r] + column[j, r] - reference[i]``, see :func:`component_bias`."""
     b_scaled = b_product * component_scale(terms, i_component)
-    return b_scaled + component_bias(
-        terms, i_component, o_row, o_column, b_reference, b_product.shape[1], TRANSPOSED, FINITE
+    if b_tokens.dtype != tl.float32:
+        return b_scaled + component_bias(
+            terms, i_component, o_row, o_column, b_reference, b_product.shape[1], TRANSPOSED, FINITE
+        )
+    b_bias = component_bias(
+        terms, i_component, o_row, o_column, tl.zeros_like(b_reference), b_product.shape[1], TRANSPOSED, FINITE
     )
+    return less_reference(b_scaled + b_bias, b_reference, TRANSPOSED, FINITE)
+
+
+@triton.jit
+def less_reference(b_logit, b_reference, TRANSPOSED: tl.constexpr = False, FINITE: tl.constexpr = False):
+    """``logit[i, j] - reference[i]`` in fp32, where the reference is taken off last.
+
+    So forward and backward, whose references differ, round a logit alike. If they did not, the gradients of a row's
+    logits would add up to that rounding instead of zero, and the gradient of a query would show what its keys have in
+    common, times that. (In half precision the gradients of logits are rounded themselves, and the sum with a row or a
+    column saves work.)
+    """
+    b_row = finite(-b_reference) if FINITE else -b_reference
+    return b_logit + (b_row[None, :] if TRANSPOSED else b_row[:, None])
 
 
 @triton.jit
@@ -184,6 +202,22 @@ def mark_unfactored(p_unfactored, i_kv, b_ratio):
     """Tell backward if some ratio of this key/value head cannot be trusted. All programs that write, write the same."""
     if tl.max((b_ratio != b_ratio).to(tl.int32), 0) > 0:
         tl.store(p_unfactored + i_kv, 1.0)
+
+
+@triton.jit
+def second_logit(b_product, terms, o_row, o_column, COLUMNS: tl.constexpr):
+    """The logit of the second of two shifted keys without the row term of the first, ``[rows, COLUMNS]``."""
+    b_gap = tl.load(terms.p_row + terms.padded_queries + place(o_row)) - tl.load(terms.p_row + place(o_row))
+    b_column = load_terms(terms.p_column + terms.padded_keys, o_column, COLUMNS)
+    return b_product * terms.scale + (b_gap[:, None] + b_column[None, :])
+
+
+@triton.jit
+def second_weight(b_first, b_ratio, b_own):
+    """The weight of the second of two shifted keys in fp32: that of the first times their ratio, or its ``own`` where
+    the ratio cannot be trusted, as :func:`safe_ratio` says. A row that is attended again so has the weights in forward
+    that it has in backward, where some of the pairs may be factored."""
+    return tl.where(b_ratio == b_ratio, b_first * b_ratio, b_own)
 
 
 @triton.jit

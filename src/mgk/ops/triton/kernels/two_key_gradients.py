@@ -13,7 +13,7 @@ import triton.language as tl
 
 from mgk.ops.triton.kernels.dropout import Dropout, column_randoms, unless_dropped
 from mgk.ops.triton.kernels.key_value_gradients import Queries
-from mgk.ops.triton.kernels.terms import finite, hard_responsibility, load_terms, place, weight_of
+from mgk.ops.triton.kernels.terms import finite, hard_responsibility, less_reference, load_terms, place, weight_of
 from mgk.ops.triton.kernels.tiles import (
     HEAD_NUMBERS,
     VARYING_WITH_WIDTH,
@@ -177,7 +177,9 @@ def _gather(
     o_rows = o_i + tl.arange(0, case.BLOCK_I)
     b_query = load_tile(queries.d_query, queries.i_batch, queries.i_query_head, o_i, case.BLOCK_I, case.D)
     b_grad_out = load_tile(queries.d_grad_out, queries.i_batch, queries.i_query_head, o_i, case.BLOCK_I, case.DV)
-    b_first_row = finite(-load_terms(p_reference, o_i, case.BLOCK_I))
+    IN_ORDER: tl.constexpr = b_query.dtype == tl.float32
+    b_reference = load_terms(p_reference, o_i, case.BLOCK_I)
+    b_first_row = tl.zeros_like(b_reference) if IN_ORDER else finite(-b_reference)
     b_second_row = b_first_row
     if p_row is not None:
         b_first_row += load_terms(p_row, o_i, case.BLOCK_I)
@@ -187,6 +189,9 @@ def _gather(
     b_second = tl.dot(columns.b_second_key, b_query.T, input_precision=case.INPUT_PRECISION) * columns.second_scale
     b_first += b_first_row[None, :] + columns.b_first_column[:, None]
     b_second += b_second_row[None, :] + columns.b_second_column[:, None]
+    if IN_ORDER:
+        b_first = less_reference(b_first, b_reference, TRANSPOSED=True, FINITE=True)
+        b_second = less_reference(b_second, b_reference, TRANSPOSED=True, FINITE=True)
     b_grad_weight = tl.dot(columns.b_value, b_grad_out.T, input_precision=case.INPUT_PRECISION)
     if case.HARD:
         b_responsibility = hard_responsibility(b_first - b_second)
