@@ -160,9 +160,7 @@ def _sentences(pages: Sequence[Page], results: Results) -> list[str]:
         recipe = max(chosen, key=lambda name: sum(map(len, chosen[name].values())))
         answers = plateau.answer(chosen[recipe], plateau.questions(recipe))
         said = plateau.findings(recipe, chosen[recipe], answers)
-        parts.append(
-            f"When a model [leaves the plateau]({PAGES}/{plateau.NAME}.md) of ListOps: {said}"
-        )
+        parts.append(f"When a model [leaves the plateau]({PAGES}/{plateau.NAME}.md) of ListOps: {said}")
     return parts
 
 
