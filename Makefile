@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo setup test lint format bench bench-data bench-training accuracy clean
+.PHONY: demo setup test coverage lint format bench bench-data bench-training accuracy clean
 
 demo: $(READY)  ## train two small models side by side and write runs/demo/report.html
 	$(BIN)/mgk demo
@@ -18,9 +18,12 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 # The browser tests need Debian's package chromium on the PATH, and are skipped without; their pictures go to artefacts/.
-test: $(READY)  ## the test suite, on two cores, with coverage; the fused kernels in Triton's interpreter
+test: $(READY)  ## the test suite, on two cores; the fused kernels in Triton's interpreter
+	$(BIN)/pytest -n 2 -m "not gpu and not slow" --ignore tests/ops/triton
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 -m "not gpu and not slow" tests/ops/triton
+
+coverage: $(READY)  ## the first half of the suite with line coverage, which takes a third longer; at least 95 %
 	$(BIN)/pytest -n 2 -m "not gpu and not slow" --ignore tests/ops/triton --cov --cov-fail-under=95
-	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 -m "not gpu and not slow" tests/ops/triton  # without coverage, which is slow there
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
