@@ -221,11 +221,11 @@ def test_cache_of_a_model_that_writes(attention):
         assert per_token * B * (N + 2) == bytes_of(said.past_key_values)
 
 
-@pytest.mark.parametrize("place", range(len(load("enwik8-equal-cache").table)))
-def test_cache_of_every_row_at_equal_cache(place):
+@pytest.mark.parametrize("row", load("enwik8-equal-cache").rows)
+def test_cache_of_every_row_at_equal_cache(row):
     """Each keeps what its run says; all but the reference and mgk half of softmax-8's, and mgk no more."""
     recipe = load("enwik8-equal-cache")
-    run = recipe.config(recipe.table[place][1])
+    run = recipe.config(row)
     model = MGKForCausalLM(build_model_config(run, vocab_size=256)).eval()
     said = model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2, return_dict_in_generate=True)
     kept = cache_bytes_of_run(run)
