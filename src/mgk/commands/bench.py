@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from mgk.commands.bench_results import plot, write_choice, write_merged, write_table
+
 if TYPE_CHECKING:
     import torch
 
@@ -19,7 +21,6 @@ app = typer.Typer(
     help="Measure speed and memory next to stock softmax attention in the same run.", no_args_is_help=True
 )
 
-PAGE = Path("docs/benchmarks.md")
 RESULTS, SCRATCH = Path("results/bench"), Path("runs/bench")
 
 Presets = Annotated[list[str] | None, typer.Option("--preset", help="Attention preset; repeat the option for several.")]
@@ -329,33 +330,36 @@ def packed(
 def rows(
     recipe: Annotated[str, typer.Argument(help="A recipe (mgk recipes), or a path to a YAML file of your own.")],
     changes: Annotated[
-        list[str] | None, typer.Argument(help="Changes of the recipe as key=value; then the JSON goes to runs/bench.")
+        list[str] | None,
+        typer.Argument(help="Changes to the recipe as key=value. With changes the JSON goes to runs/bench."),
     ] = None,
     names: Annotated[
         str | None,
-        typer.Option("--rows", help="Rows, separated by spaces, the first to compare with; default: its table."),
+        typer.Option("--rows", help="Rows, separated by spaces; the first is the baseline. Default: all rows."),
     ] = None,
     source: Annotated[
-        Path | None, typer.Option("--data", help="Folder of the raw files; without it the bytes of enwik8 are drawn.")
+        Path | None,
+        typer.Option("--data", help="Folder of the raw files. Without it, enwik8 is replaced by random bytes."),
     ] = None,
     vocabulary: Annotated[
-        int | None, typer.Option(min=2, help="Draw the tokens of any language model, of so many different ones.")
+        int | None,
+        typer.Option(min=2, help="Use random tokens from a vocabulary of this size, for any language model."),
     ] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Turns of each row.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Number of turns of each row.")] = None,
     seconds: Annotated[
-        float | None, typer.Option("--time", min=1, help="Stop before so many seconds are over; --resume goes on.")
+        float | None, typer.Option("--time", min=1, help="Time limit in seconds; --resume continues.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the result at --output: time what it lacks.")
+        bool, typer.Option("--resume", help="Continue the result at --output with the rows that it lacks.")
     ] = False,
     quick: Quick = False,
     output: Output = None,
     device: Device = "auto",
 ) -> None:
-    """Training: updates of every row of a recipe, as it trains them, in turns; tokens per second and memory.
+    """Measure training of every row of a recipe: tokens per second and memory, rows in turns.
 
-    The gradient of each row is compared with fp32 and materialised attention first, and its first loss with that of the
-    same weights uncompiled. One that is wrong gets no number, and the command ends with status 1.
+    Each row first has its gradient compared with materialised attention in fp32, and its first loss with the
+    uncompiled model. A wrong row gets no number, and the command ends with status 1.
     """
     import dataclasses
     import time
@@ -411,80 +415,6 @@ def rows(
         typer.echo(f"{len(left)} rows are left, {', '.join(run.row for run in left)}: run the same with --resume")
     assert earlier is not None
     _end(earlier, path)
-
-
-@app.command()
-def plot(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON file of mgk bench attention.")],
-    to: Annotated[Path | None, typer.Option("--to", help="Image file to write; default: beside the JSON file.")] = None,
-) -> None:
-    """Plot time and memory against the length, from the JSON of mgk bench attention."""
-    from mgk.benchmark import result
-    from mgk.benchmark.plot import draw
-
-    picture = file.with_suffix(".png") if to is None else to
-    draw(result.read(file), picture)
-    typer.echo(f"{picture}")
-
-
-@app.command("merge")
-def write_merged(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="JSON files of mgk bench attention.")],
-    output: Annotated[Path, typer.Option(help="JSON file to write.")],
-    sweep: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Another such file, of which only the sweep over lengths is used."),
-    ] = None,
-) -> None:
-    """Join results of mgk bench attention that were measured in several calls.
-
-    They must come from the same device, dtype and versions, and no two may contain the same shape.
-    The joined file records when each call began, how it was configured and what it measured.
-    """
-    from mgk.benchmark import parts
-    from mgk.training.result import write
-
-    found = [parts.read_attention(file) for file in files]
-    if sweep is not None:
-        found.append(parts.only_lengths(parts.read_attention(sweep)))
-    write(output, parts.join(found))
-    typer.echo(f"{output}")
-
-
-@app.command("table")
-def write_table(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON file of a benchmark.")],
-    page: Annotated[Path, typer.Option(help="Page with a section for this file.")] = PAGE,
-) -> None:
-    """Write the tables and the headline of a result into the docs, between the comments that name its file."""
-    from mgk.benchmark import result
-    from mgk.benchmark.markdown import headline, tables
-    from mgk.benchmark.page import rewrite
-
-    found = result.read(file)
-    rewrite(page, file, tables(found), headline(found) if found["benchmark"] == "attention" else None)
-    typer.echo(f"{page}")
-
-
-@app.command("choose")
-def write_choice(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON file of mgk bench attention on a GPU.")],
-    to: Annotated[
-        Path | None, typer.Option("--to", help="Table to write; default: the one that the library reads.")
-    ] = None,
-) -> None:
-    """Write the table of cases in which `auto` runs plain softmax on our own kernel, because it was measured faster."""
-    from mgk.benchmark import result
-    from mgk.benchmark.softmax_choice import choose
-    from mgk.ops import softmax_kernel
-    from mgk.training.result import write
-
-    path = softmax_kernel.PATH if to is None else to
-    found = choose(result.read(file), file.name)
-    write(path, found)
-    if not found["faster"]:
-        typer.echo("nothing to choose: plain softmax keeps the stock kernels everywhere")
-    typer.echo(f"{path}")
 
 
 def _find_device(name: str) -> torch.device:
@@ -546,3 +476,10 @@ def _end(found: dict[str, Any], path: Path) -> None:
     if found["failures"]:
         typer.secho(f"error: {len(found['failures'])} results are wrong and have no numbers", fg="red", err=True)
         raise typer.Exit(1)
+
+
+# Last, so that help lists the measurements first.
+app.command()(plot)
+app.command("merge")(write_merged)
+app.command("table")(write_table)
+app.command("choose")(write_choice)
