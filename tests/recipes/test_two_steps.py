@@ -37,8 +37,8 @@ ROWS = {
     "lra/listops-learnable": [None, "smgk-4"],
     "lra/listops-linear": [None, "mlk-4"],
     "lra/listops-no-activation-dropout": [None, "smgk-1"],
-    "lra/listops-published": [None, "smgk-1"],
-    "lra/listops-published-pooling": [None, "mgk-1"],
+    "lra/listops-mean-over-tokens": [None, "mgk-1"],
+    "lra/listops-mean-over-tokens-dropout-0": [None, "smgk-1"],
     "lra/listops-released-shifts": [None, "smgk-1"],
     "lra/listops-shifts": [
         None, "smgk-4+shift_init_std=0.3", "smgk-4+prior=uniform", "softmax-4+query_bias_init_std=1",

@@ -70,7 +70,7 @@ def fidelity_page(results: Results, seeds: int) -> Page:
         needs=tuple(needs),
         missing=(
             *find_missing(results, needs, NAME),
-            *find_missing_controls(controls, [(each.heads, each.dropout) for each in settings]),
+            *find_missing_controls(controls, list(dict.fromkeys((each.heads, each.dropout) for each in settings))),
         ),
         notes=(
             *results.notes_about({need.recipe for need in needs}),

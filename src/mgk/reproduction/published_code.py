@@ -33,7 +33,7 @@ def fidelity() -> dict[str, Any]:
 
 
 class Setting(NamedTuple):
-    """The setting that a run of the published code and our runs share."""
+    """What a run of the published code and runs of ours have in common."""
 
     heads: int
     dropout: float
@@ -41,14 +41,22 @@ class Setting(NamedTuple):
     row: str
 
 
-def settings() -> list[Setting]:
-    """Return all settings that are to be compared."""
+def groups() -> dict[str, list[Setting]]:
+    """Our runs to compare with the published code: their settings, by what they have in common."""
     control = fidelity()["control"]
-    return [
-        Setting(heads, float(each["dropout"]), each["recipe"], f"{control['row']}-{heads}")
-        for heads in control["heads"]
-        for each in control["recipes"]
-    ]
+    return {
+        group["with"]: [
+            Setting(heads, float(each["dropout"]), each["recipe"], f"{control['row']}-{heads}")
+            for heads in control["heads"]
+            for each in group["recipes"]
+        ]
+        for group in control["ours"]
+    }
+
+
+def settings() -> list[Setting]:
+    """All settings of all groups."""
+    return [setting for group in groups().values() for setting in group]
 
 
 def runs(results: Results) -> list[Control]:
@@ -57,36 +65,38 @@ def runs(results: Results) -> list[Control]:
 
 
 def grid(controls: Sequence[Control], results: Results) -> Grid:
-    """Return a table with two lines for each setting: the published code, and ours."""
+    """For each number of heads and dropout, a line for the published code and a line for each group of ours."""
     threshold = fidelity()["control"]["plateau"]
     lines: list[tuple[str, ...]] = []
-    for setting in settings():
-        own = _of(setting, controls)
+    for heads, dropout in dict.fromkeys((each.heads, each.dropout) for each in settings()):
+        own = [each for each in controls if (each.heads, each.dropout) == (heads, dropout)]
         tested = [ACCURACY.scale * each.accuracy for each in own if each.is_complete and each.accuracy is not None]
-        # A run that was stopped on the plateau is left out, because it may have left the plateau later.
+        # One that was stopped on the plateau may have left it later.
         known = [each.curve for each in own if each.is_complete or step_of_escape(each.curve, threshold) is not None]
         left = show_escapes(known, threshold) if known else ("", "")
         theirs = show(tested, ACCURACY.decimals) if tested else "" if own else NOT_RUN
-        shown = (str(setting.heads), f"{setting.dropout:g}")
+        shown = (str(heads), f"{dropout:g}")
         seeds = [str(each.seed) if each.is_complete else f"{each.seed} (stopped at {each.steps:,})" for each in own]
         lines.append(("published", *shown, ", ".join(seeds), theirs, *left))
-        values = results.values(setting.recipe, setting.row, ACCURACY)
-        accuracy = show(list(values.values()), ACCURACY.decimals) if values else NOT_RUN
-        left = escapes(results, setting.recipe, setting.row, threshold) if values else ("", "")
-        name = f"{setting.recipe}, {setting.row}"
-        lines.append((name, *shown, ", ".join(map(str, values)), accuracy, *left))
+        for setting in settings():
+            if (setting.heads, setting.dropout) == (heads, dropout):
+                values = results.values(setting.recipe, setting.row, ACCURACY)
+                accuracy = show(list(values.values()), ACCURACY.decimals) if values else NOT_RUN
+                left = escapes(results, setting.recipe, setting.row, threshold) if values else ("", "")
+                name = f"{setting.recipe}, {setting.row}"
+                lines.append((name, *shown, ", ".join(map(str, values)), accuracy, *left))
     header = ("code", "heads", "dropout", "seeds", ACCURACY.title, "left the plateau", "at step")
     return Grid(title=fidelity()["control"]["title"], header=header, lines=tuple(lines))
 
 
-def compare_escapes(controls: Sequence[Control], results: Results) -> tuple[LogRank, int, int] | None:
-    """Return the log-rank test between published code and ours, with a stratum per setting, and both numbers of runs.
-
-    Returns ``None`` if no setting has runs of both.
-    """
+def compare_escapes(
+    group: Sequence[Setting], controls: Sequence[Control], results: Results
+) -> tuple[LogRank, int, int] | None:
+    """The log-rank test between published code and a group of ours, each setting a stratum, and how many runs either
+    has. ``None`` where no setting has runs of both."""
     threshold = fidelity()["control"]["plateau"]
     strata = []
-    for setting in settings():
+    for setting in group:
         theirs = [_run(each.curve, threshold) for each in _of(setting, controls)]
         trained = results.values(setting.recipe, setting.row, ACCURACY)
         curves = results.curves(setting.recipe, setting.row)
@@ -99,24 +109,24 @@ def compare_escapes(controls: Sequence[Control], results: Results) -> tuple[LogR
 
 
 def sentences(controls: Sequence[Control], results: Results) -> tuple[str, ...]:
-    """Describe the outcome of the comparison; empty if there is none."""
-    compared = compare_escapes(controls, results)
-    if compared is None:
-        return ()
-    found, theirs, ours = compared
-    test = (
-        f"log-rank test with a stratum for each number of heads and dropout, {theirs} runs of the published code and "
-        f"{ours} of ours, {'exact ' if found.is_exact else ''}p {show_p(found.p)}"
-    )
-    if found.p >= LEVEL:
-        return (f"The runs do not show that either code leaves the plateau earlier ({test}).",)
-    if found.excess > 0:
-        return (
-            f"**The published code leaves the plateau earlier than ours** ({test}). Something in our training other "
-            "than dropout and the number of heads slows our softmax down. Until we know what, do not take our softmax "
-            "rows for the paper's.",
+    """What the comparison says of each group that has runs."""
+    said = []
+    for name, group in groups().items():
+        compared = compare_escapes(group, controls, results)
+        if compared is None:
+            continue
+        found, theirs, ours = compared
+        test = (
+            f"log-rank test with a stratum for each number of heads and dropout, {theirs} runs of the published code "
+            f"and {ours} of ours, {'exact ' if found.is_exact else ''}p {show_p(found.p)}"
         )
-    return (f"**Our training leaves the plateau earlier than the published code** ({test}).",)
+        if found.p >= LEVEL:
+            said.append(f"The runs do not show that the published code, or ours with {name}, leaves earlier ({test}).")
+        elif found.excess > 0:
+            said.append(f"**The published code leaves the plateau earlier than ours with {name}** ({test}).")
+        else:
+            said.append(f"**Our training with {name} leaves the plateau earlier than the published code** ({test}).")
+    return tuple(said)
 
 
 def fingerprints(results: Results) -> set[str]:

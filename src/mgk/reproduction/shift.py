@@ -41,7 +41,7 @@ SIZES = (0.0, 0.1, 0.3, 1.0, 2.0)
 """Standard deviations of the initial shifts."""
 OTHER_STARTS = {"lra/listops-small-shifts": "0.25", "lra/listops-released-shifts": "0 and 0.5"}
 """Recipes whose shifts start in another way, and what stands for that."""
-BESIDE = ("lra/listops-dropout-0", "lra/listops-no-activation-dropout")
+BESIDE = ("lra/listops-mean-over-tokens", "lra/listops-mean-over-tokens-dropout-0", "lra/listops-no-activation-dropout")
 """Recipes without some dropout, which have been run more: shifts of 1, and none."""
 EARLY = (500, 1000)
 """Steps of enwik8 at which the bits are shown."""
