@@ -9,7 +9,7 @@ import zlib
 
 from mgk import recipes
 from mgk.evaluation import pack_items
-from mgk.reproduction.published_code import fidelity
+from mgk.reproduction.published_code import fidelity, settings
 from mgk.reproduction.recipe import home
 from mgk.reproduction.results import run_name
 from mgk.reproduction.stand_ins import STAND_INS
@@ -303,9 +303,8 @@ def write_everything(folder, seeds, *, gone=None):
                     folder, place.get(recipe, recipe), row, seed, layers=LAYERS[recipe], priors=learned,
                     rank=120.0 if "mgk" in row or "mlk" in row else 90.0, nll=0.18 if row == "mgk-1" else 0.25,
                 )  # fmt: skip
-    for heads in fidelity()["control"]["heads"]:
-        for each in fidelity()["control"]["recipes"]:
-            write_control(folder, heads, each["dropout"], 0, accuracy=0.37, escape=3000)
+    for heads, dropout in {(each.heads, each.dropout) for each in settings()}:
+        write_control(folder, heads, dropout, 0, accuracy=0.37, escape=3000)
     for comparison in fidelity()["comparisons"]:
         for recipe in (comparison["recipe"], *comparison["variants"]):
             for row in load(recipe).rows:

@@ -210,7 +210,7 @@ def test_what_stands_in_has_the_rows_of_the_paper(name):
 def test_changes_come_after_the_row():
     recipe = load("lra/text")
     config = recipe.config("smgk-4", ["model.num_attention_heads=2", "seed=3", "optimizer.lr=2e-4"])
-    assert config.model.changes == {"attention": "smgk", "num_attention_heads": 2}
+    assert config.model.changes == {"attention": "smgk", "num_attention_heads": 2, "pooling": "mean-over-length"}
     assert config.seed == 3
     assert config.optimizer.lr == 2e-4
     assert recipe.config(seed=5).seed == 5

@@ -25,6 +25,13 @@ def content_of(recipe, row="softmax-2", seed=0, changes=(), **facts):
     return {"recipe": recipe, "row": row, "seed": seed, "metrics": {}, **record_of(config), **facts}
 
 
+def make_old(path):
+    """Rewrite a result as one from before results held their models, when lra/listops had another pooling."""
+    content = json.loads(path.read_text())
+    del content["model"], content["config"]["model"]["pooling"]
+    path.write_text(json.dumps(content))
+
+
 def as_it_ran(path):
     """A result as its run wrote it, before results held their models."""
     content = json.loads(path.read_text())
@@ -104,16 +111,10 @@ def test_a_precision_of_its_own_is_a_recipe_of_its_own():
 def test_what_lies_beside_a_run_goes_with_it(tmp_path):
     """Curves, evaluation and analysis are read under the recipe that their run belongs to."""
     row = ("lra/listops", "softmax-2", 0)
-    path = write_run(tmp_path, *row, accuracy=0.3)
-    old = json.loads(path.read_text())
-    del old["model"]
-    path.write_text(json.dumps(old))
+    make_old(write_run(tmp_path, *row, accuracy=0.3))
     write_curve(tmp_path, *row)
     write_analysis(tmp_path, *row)
-    evaluation = write_evaluation(tmp_path, *row, stride=None, accuracy=0.29)
-    content = json.loads(evaluation.read_text())
-    del content["model"]
-    evaluation.write_text(json.dumps(content))
+    make_old(write_evaluation(tmp_path, *row, stride=None, accuracy=0.29))
     found = read_results(tmp_path)
     assert found.values("lra/listops", "softmax-2", ACCURACY) == {}
     assert found.curves("lra/listops", "softmax-2") == {}
@@ -155,10 +156,7 @@ def test_collecting_overwrites_nothing_of_another_configuration(tmp_path):
 def test_two_results_of_one_run(tmp_path):
     """The one that names its recipe counts; the other is named."""
     write_run(tmp_path, VARIANT, "softmax-2", 0, accuracy=0.3)
-    path = write_run(tmp_path, "lra/listops", "softmax-2", 0, accuracy=0.2)
-    old = json.loads(path.read_text())
-    del old["model"]
-    path.write_text(json.dumps(old))
+    make_old(write_run(tmp_path, "lra/listops", "softmax-2", 0, accuracy=0.2))
     found = read_results(tmp_path)
     assert found.values(VARIANT, "softmax-2", ACCURACY) == {0: 30.0}
     assert "lra/listops/softmax-2-seed-0.json is set aside: there is another result of" in found.notes[-1]
