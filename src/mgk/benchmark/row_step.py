@@ -1,4 +1,4 @@
-"""An update of one row of a recipe: the very loop that trains it, checked first, then made one update at a time."""
+"""One row of a recipe to be timed: its training loop, checked first, then run one update at a time."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class RowStep:
         self._counted_from = (self.trainer.state.step, self.trainer.state.tokens)
 
     def facts(self) -> dict[str, Any]:
-        """What the JSON says of it, beside the times."""
+        """Return the facts that the JSON records next to the times."""
         config = self.trainer.model.config
         return {
             "row": self.row,
@@ -154,17 +154,17 @@ class RowStep:
         }
 
     def close(self) -> None:
-        """End the threads that make batches."""
+        """Stop the threads that make batches."""
         self.trainer.wait()
         self._walk.close()  # type: ignore[attr-defined]
 
     def _shapes_vary(self) -> bool:
-        """Whether batches of this run differ in their shapes."""
+        """Return whether batches of this run differ in shape."""
         task, batch = self.trainer.task, self.trainer.batches.batch(0, 0)
         return any(task.varying_dimension(name, tensor) is not None for name, tensor in batch.items())
 
     def _first_update(self) -> float:
-        """How far its loss is from that of the same weights, uncompiled, as a fraction."""
+        """Make the first update, and return the relative difference of its loss from the uncompiled model's."""
         trainer = self.trainer
         self._others = allocated_bytes(self.device) - self._weights
         count = trainer.config.training.accumulate
@@ -202,7 +202,7 @@ def _endless(run: RunConfig) -> RunConfig:
 
 
 def _without_dropout(run: RunConfig) -> RunConfig:
-    """The same model on a few samples."""
+    """Return the run with the same model on a few samples, without dropout."""
     changes = {**run.model.changes, **dict.fromkeys(DROPOUTS, 0.0)}
     size = run.training.batch_size
     # Rows of a stream are as long as there are few of them; sentences are short as they are.

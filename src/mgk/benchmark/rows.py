@@ -1,4 +1,4 @@
-"""How fast each row of a recipe trains: updates of the very loop that trains them, in turns, in one process.
+"""Training throughput of each row of a recipe: updates of the training loop itself, in turns, in one process.
 
 A ratio is that of one group: rows that were in memory together and took turns, the first row of the table always among
 them. As many rows make a group as time and memory allow.
@@ -40,25 +40,25 @@ from mgk.training.configuration import RunConfig
 from mgk.training.result import device_name
 
 CALLS = 10
-"""Updates in a row that one sample is the mean of."""
+"""Number of consecutive updates that one sample averages."""
 FEWEST = 3
-"""Rounds, whatever the time."""
+"""Minimum number of rounds."""
 PREPARING = 0.6
 """Share of the time after which no further row is prepared, so that those which are can be timed."""
 OTHERS_BYTES = 2**31
-"""What else may be on a GPU that is timed alone: a display, the context of a server."""
+"""Memory that other processes may use on the GPU: a display, the context of a server."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group(Comparison):
-    """What came of rows that took turns: the first row of the table as baseline, and those that were timed with it."""
+    """Results of rows that took turns: the first row of the table as baseline, and the rows timed with it."""
 
     left: list[RunConfig] = field(default_factory=list)
-    """Those that were not reached, or had no room beside the others."""
+    """Rows that were not reached in time, or had no room in memory."""
 
 
 def check_alone(device: torch.device) -> None:
-    """Refuse a GPU that somebody else works on: its times would be of two."""
+    """Refuse a GPU that another process uses, since the times would be wrong."""
     if device.type != "cuda":
         return
     free, total = torch.cuda.mem_get_info(device)
@@ -136,7 +136,7 @@ def compare(
 
 
 def join(earlier: Mapping[str, Any] | None, new: Mapping[str, Any], found: Group) -> dict[str, Any]:
-    """A result with one more group.
+    """Add a group to a result.
 
     Args:
         earlier: the result so far; ``None``: there is none.
@@ -153,7 +153,7 @@ def join(earlier: Mapping[str, Any] | None, new: Mapping[str, Any], found: Group
 
 
 def read_earlier(path: Path, new: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The result that a call goes on with; ``None``: there is none. That of another configuration is refused."""
+    """Read the result to continue, or ``None`` if there is none. A result of another configuration is refused."""
     if not path.exists():
         return None
     found = result.read(path)
@@ -167,14 +167,14 @@ def read_earlier(path: Path, new: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def measured(found: Mapping[str, Any] | None) -> set[str]:
-    """The rows that need not be timed again: those with a time, and those that cannot have one."""
+    """Return the rows that need not be timed again: rows with a time, and rows that failed."""
     if found is None:
         return set()
     return {record["row"] for name in ("baselines", "rows", "failures", "skipped") for record in found[name]}
 
 
 def _prepare(run: RunConfig, step: RowStep, corpus: Corpus, found: Group, ready: list[RowStep]) -> None:
-    """Check a row and warm it up; or say why it is left out."""
+    """Check a row and warm it up, or record why it is left out."""
     facts = {
         "row": run.row,
         "preset": run.model.changes["attention"],

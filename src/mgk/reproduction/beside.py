@@ -1,4 +1,4 @@
-"""Columns that stand beside the numbers that a table is about: the other kind of window, and how fast a row trains."""
+"""Extra columns of a table: perplexities with the other kind of window, and the training throughput of a row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OTHER_WINDOWS = {
 
 
 def other_windows(shown: Sequence[Metric]) -> list[Metric]:
-    """The same numbers of the other kind of window."""
+    """Return the metrics of the same numbers with the other kind of window."""
     return [metric(OTHER_WINDOWS[each.name]) for each in shown if each.name in OTHER_WINDOWS]
 
 

@@ -1,4 +1,4 @@
-"""What a row has learned after so many seconds of training, alone on the device: its steps times seconds a step.
+"""Loss of a row after a given time of training, alone on the device: its steps times the seconds of a step.
 
 Runs of a sweep share the GPU, so their own clocks say nothing; the seconds of an update come from ``mgk bench rows``.
 """
@@ -41,13 +41,13 @@ def curves(timed: str, home: str, row: str, results: Results) -> dict[int, Curve
 
 
 def duration(timed: str, row: str, results: Results) -> float | None:
-    """Seconds of all updates of the recipe, alone on the device."""
+    """Return the seconds that all updates of the recipe take, alone on the device."""
     seconds = throughput.seconds_per_update(timed, row, results)
     return None if seconds is None else seconds * int(bundled(timed).values["training"]["steps"])
 
 
 def at_time(curve: Curve, seconds: float) -> float | None:
-    """Bits after so many seconds; ``None`` before the first validation.
+    """Interpolate the bits after the given seconds; ``None`` before the first validation.
 
     Between two validations they lie on the line through them. A run that is over learns no more.
     """

@@ -42,7 +42,7 @@ class Setting(NamedTuple):
 
 
 def groups() -> dict[str, list[Setting]]:
-    """Our runs to compare with the published code: their settings, by what they have in common."""
+    """Return the settings of our runs to compare with the published code, by the name of their group."""
     control = fidelity()["control"]
     return {
         group["with"]: [
@@ -55,7 +55,7 @@ def groups() -> dict[str, list[Setting]]:
 
 
 def settings() -> list[Setting]:
-    """All settings of all groups."""
+    """Return the settings of all groups."""
     return [setting for group in groups().values() for setting in group]
 
 
@@ -65,7 +65,7 @@ def runs(results: Results) -> list[Control]:
 
 
 def grid(controls: Sequence[Control], results: Results) -> Grid:
-    """For each number of heads and dropout, a line for the published code and a line for each group of ours."""
+    """Build the table: a line for the published code and one per group of ours, by heads and dropout."""
     threshold = fidelity()["control"]["plateau"]
     lines: list[tuple[str, ...]] = []
     for heads, dropout in dict.fromkeys((each.heads, each.dropout) for each in settings()):
@@ -92,8 +92,11 @@ def grid(controls: Sequence[Control], results: Results) -> Grid:
 def compare_escapes(
     group: Sequence[Setting], controls: Sequence[Control], results: Results
 ) -> tuple[LogRank, int, int] | None:
-    """The log-rank test between published code and a group of ours, each setting a stratum, and how many runs either
-    has. ``None`` where no setting has runs of both."""
+    """Compare a group of ours with the published code by a log-rank test, with a stratum for each setting.
+
+    Returns:
+        The test and the number of runs of either; ``None`` if no setting has runs of both.
+    """
     threshold = fidelity()["control"]["plateau"]
     strata = []
     for setting in group:
@@ -109,7 +112,7 @@ def compare_escapes(
 
 
 def sentences(controls: Sequence[Control], results: Results) -> tuple[str, ...]:
-    """What the comparison says of each group that has runs."""
+    """Describe the comparison for each group that has runs."""
     said = []
     for name, group in groups().items():
         compared = compare_escapes(group, controls, results)

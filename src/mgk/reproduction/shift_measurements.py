@@ -1,4 +1,4 @@
-"""What ``benchmarks/shift.py`` put into ``results/shift/``: gradients before the first step, and short lists."""
+"""Results of ``benchmarks/shift.py`` in ``results/shift/``: gradients before the first step, and short lists."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ class Measurement:
 
     @property
     def rows(self) -> list[str]:
-        """Those that have runs, in the order in which they were made."""
+        """Return the rows that have runs, in the order in which they were made."""
         return list(dict.fromkeys(run["row"] for run in self.runs))
 
     @property
     def seeds(self) -> int:
-        """How many every row has."""
+        """Return the number of seeds that every row has."""
         return min((sum(run["row"] == row for run in self.runs) for row in self.rows), default=0)
 
     def escapes(self) -> dict[str, list[Run]]:
-        """By row, of short lists: the step at which each run left the plateau, or its last one."""
+        """Return the step at which each run on short lists left the plateau, or its last step, by row."""
         return {
             row: [(int(run["step"]), bool(run["left"])) for run in self.runs if run["row"] == row] for row in self.rows
         }
 
     def values(self, row: str, layer: int, name: str) -> list[float]:
-        """Of gradients: a number of a row and a layer, counted from 1, by seed."""
+        """Return a measured number of a row and a layer (counted from 1), one value per seed."""
         return [float(run["layers"][layer - 1][name]) for run in self.runs if run["row"] == row]
 
 
 def read_measurement(folder: Path, name: str) -> Measurement:
-    """One of the two in a folder of results; one that is not there is empty."""
+    """Read a measurement from a folder of results; a missing one is empty."""
     path = folder / SHIFT / f"{name}.json"
     if not path.is_file():
         return Measurement()
@@ -64,7 +64,7 @@ def read_measurement(folder: Path, name: str) -> Measurement:
 
 
 def find_missing_measurements(found: Mapping[str, Measurement]) -> list[Missing]:
-    """Those that have not been made."""
+    """Find the measurements that are missing."""
     return [
         # It is no command of mgk, so it stands in words.
         Missing(what=f"{SCRIPT} {name}, on a CPU", commands=())

@@ -1,4 +1,4 @@
-"""What ``mgk bench rows`` has measured, by recipe and row."""
+"""Results of ``mgk bench rows`` by recipe and row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mgk.training import result
 
 
 def read_speeds(folder: Path, notes: list[str]) -> dict[tuple[str, str], Mapping[str, Any]]:
-    """The times of every recipe, by recipe and row.
+    """Read the times of all recipes, by recipe and row.
 
     Of one device, since those of two do not compare: a GPU before a CPU, and more rows before fewer. A quick
     measurement, or one of a changed recipe, is none.

@@ -1,4 +1,4 @@
-"""How fast rows train, alone on a device: what ``mgk bench rows`` has measured, for tables and for equal time."""
+"""Training throughput of rows as measured by ``mgk bench rows``, for tables and for comparisons at equal time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ HEADER = ("training tokens/s, alone", "x")
 
 
 def has_speed(recipe: str, results: Results) -> bool:
-    """Whether any row of a recipe has been timed."""
+    """Return whether any row of a recipe has been timed."""
     return any(name == recipe for name, _ in results.speeds)
 
 
 def cells(recipe: str, row: str, results: Results) -> tuple[str, str]:
-    """What stands under :data:`HEADER`."""
+    """Return the cells of a row under :data:`HEADER`."""
     found = results.speeds.get((recipe, row))
     if found is None:
         return "", ""
@@ -38,7 +38,7 @@ def seconds_per_update(recipe: str, row: str, results: Results) -> float | None:
 
 
 def note(recipe: str, results: Results) -> tuple[str, ...]:
-    """Where the times come from."""
+    """Describe where the times come from."""
     devices = dict.fromkeys(
         f"{found['device']}, {found['dtype']}" for (name, _), found in results.speeds.items() if name == recipe
     )
@@ -50,7 +50,7 @@ def note(recipe: str, results: Results) -> tuple[str, ...]:
 
 
 def find_untimed(recipe: str, rows: Sequence[str], results: Results) -> list[Missing]:
-    """The rows of a table without a time, and the command that makes it."""
+    """Find the rows of a table without a time, and the command that measures them."""
     absent = [row for row in rows if (recipe, row) not in results.speeds]
     if not absent:
         return []
