@@ -1,10 +1,12 @@
 """What the house style can count."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-OPS = Path(__file__).parent.parent / "src" / "mgk" / "ops"
+SOURCE = Path(__file__).parent.parent / "src" / "mgk"
+OPS = SOURCE / "ops"
 KERNELS = OPS / "triton" / "kernels"
 LONGEST_FUNCTION = 80
 LONGEST_KERNEL = 120
@@ -52,3 +54,9 @@ def test_no_helper_of_a_kernel_has_many_parameters():
     }
     assert found
     assert not {name: count for name, count in found.items() if count > MOST_PARAMETERS}
+
+
+def test_sections_of_docstrings_begin_a_line():
+    """An argument a line: run together, nobody finds one."""
+    section = re.compile(r"^\s+(?:Args|Returns|Raises): \S", re.MULTILINE)
+    assert not [str(path) for path in SOURCE.rglob("*.py") if section.search(path.read_text())]

@@ -60,8 +60,11 @@ def draw_over_heads(
 ) -> None:
     """Draw figures 4 and 15: a cost against the heads of the baseline, of which the mixtures have half.
 
-    Args: panels: for each panel the label of its vertical axis and its lines, as heads and values by name. The first
-        line is the baseline. path: PNG file to write. title: title of the figure.
+    Args:
+        panels: for each panel the label of its vertical axis and its lines, as heads and values by name. The first line
+            is the baseline.
+        path: PNG file to write.
+        title: title of the figure.
     """
     columns = len(panels) if len(panels) < 4 else math.ceil(len(panels) / 2)
     with canvas(path, rows=math.ceil(len(panels) / columns), columns=columns, size=(4.8, 3.5)) as (figure, grid):

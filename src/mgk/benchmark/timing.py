@@ -88,9 +88,11 @@ class HostClock:
 class StreamClock:
     """A clock with CUDA events on the current stream.
 
-    Args: device: a GPU. isolated: whether to time only the kernels of one call: the cache is filled with other data
-        before, and the GPU waits until the host has queued all kernels. Otherwise calls follow each other as in a
-        training loop. calls: number of calls that are averaged in one sample.
+    Args:
+        device: a GPU.
+        isolated: whether to time only the kernels of one call: the cache is filled with other data before, and the GPU
+            waits until the host has queued all kernels. Otherwise calls follow each other as in a training loop.
+        calls: number of calls that are averaged in one sample.
     """
 
     CYCLES_PER_MS = 2_000_000

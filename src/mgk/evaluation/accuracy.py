@@ -48,11 +48,15 @@ def accuracy(
     All samples have equal weight. (The code published with the paper drops an incomplete last batch and averages the
     means of batches.)
 
-    Args: model: a classifier of sequences or pairs, which returns ``logits [B, C]`` and a mean ``loss`` for the tensors
-        of a batch, ``labels [B]`` among them. batches: batches with all samples, not split over ranks, such as those of
-        :func:`in_order_of_length`. device: device of the model. precision: dtype of autocast; ``None`` computes in the
-        dtype of the weights. rank: this rank. Every rank must call this, and all get the same score. ranks: number of
-        ranks that share the work. progress: shows the progress.
+    Args:
+        model: a classifier of sequences or pairs, which returns ``logits [B, C]`` and a mean ``loss`` for the tensors
+            of a batch, ``labels [B]`` among them.
+        batches: batches with all samples, not split over ranks, such as those of :func:`in_order_of_length`.
+        device: device of the model.
+        precision: dtype of autocast; ``None`` computes in the dtype of the weights.
+        rank: this rank. Every rank must call this, and all get the same score.
+        ranks: number of ranks that share the work.
+        progress: shows the progress.
     """
     check_ranks(rank, ranks)
     if isinstance(batches, Samples) and (batches.drop_last or batches.ranks != 1):

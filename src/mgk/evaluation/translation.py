@@ -49,14 +49,21 @@ def translate(
     batch, so a translation here does not depend on the other sentences. And if more hypotheses finish in the last step
     than are missing, the best are kept, not the first.
 
-    Args: model: translation model with the vocabularies of the corpus, not wrapped by DDP; ``fully_shard`` is fine.
-        corpus: translation corpus. split: split to translate. beams: number of beams; 1 is greedy search.
-        length_penalty: exponent in the score; larger values prefer longer translations. max_length_ratio: a translation
-        has at most ``ratio * source + offset`` tokens, where the source's ``<eos>`` counts and the translation's does
-        not. max_length_offset: the offset in this limit. max_tokens: source tokens in a batch, with padding. Memory
-        grows with ``beams`` times that. device: device of the model. precision: dtype of autocast; ``None`` computes in
-        the dtype of the weights. rank: this rank. Every rank must call this, and all get all translations. ranks:
-        number of ranks that share the work. progress: shows the progress.
+    Args:
+        model: translation model with the vocabularies of the corpus, not wrapped by DDP; ``fully_shard`` is fine.
+        corpus: translation corpus.
+        split: split to translate.
+        beams: number of beams; 1 is greedy search.
+        length_penalty: exponent in the score; larger values prefer longer translations.
+        max_length_ratio: a translation has at most ``ratio * source + offset`` tokens, where the source's ``<eos>``
+            counts and the translation's does not.
+        max_length_offset: the offset in this limit.
+        max_tokens: source tokens in a batch, with padding. Memory grows with ``beams`` times that.
+        device: device of the model.
+        precision: dtype of autocast; ``None`` computes in the dtype of the weights.
+        rank: this rank. Every rank must call this, and all get all translations.
+        ranks: number of ranks that share the work.
+        progress: shows the progress.
     """
     check_ranks(rank, ranks)
     source = sentences(corpus, split, "source")

@@ -65,9 +65,12 @@ def draw(
 ) -> int:
     """Draw the panels, and return the number of curves.
 
-    Args: panels: panels with their runs by row and seed. The first row is the baseline; rows without runs keep their
-        colour. path: PNG file to write, unless there is no curve. title: title of the figure. columns: number of panels
-        side by side.
+    Args:
+        panels: panels with their runs by row and seed. The first row is the baseline; rows without runs keep their
+            colour.
+        path: PNG file to write, unless there is no curve.
+        title: title of the figure.
+        columns: number of panels side by side.
     """
     found = [(panel, {row: points(runs, panel) for row, runs in rows.items()}) for panel, rows in panels]
     count = sum(bool(steps) for _, rows in found for steps, _, _ in rows.values())

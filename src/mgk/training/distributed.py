@@ -29,9 +29,12 @@ def build_fabric(
 ) -> Fabric:
     """Build the Fabric of a run, whose ``launch()`` starts its processes or joins those of torchrun or SLURM.
 
-    Args: device: ``cpu``, ``cuda`` or ``auto``. devices: number of processes on each node, with one device each;
-        ``None`` is one. nodes: number of nodes. strategy: ``ddp`` keeps a whole model on each device, ``fsdp2`` a
-        shard; ``auto`` is ``ddp`` if there are several devices.
+    Args:
+        device: ``cpu``, ``cuda`` or ``auto``.
+        devices: number of processes on each node, with one device each; ``None`` is one.
+        nodes: number of nodes.
+        strategy: ``ddp`` keeps a whole model on each device, ``fsdp2`` a shard; ``auto`` is ``ddp`` if there are
+            several devices.
     """
     if strategy not in ("auto", "ddp", "fsdp2"):
         raise ValueError(f"--strategy must be one of auto, ddp, fsdp2, got {strategy!r}")

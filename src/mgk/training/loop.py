@@ -54,9 +54,15 @@ STEP, BEST = "step", "best"
 class Trainer:
     """One run in a folder, which resumes from the newest undamaged checkpoint there, if there is one.
 
-    Args: config: everything that decides the numbers. folder: folder of the run. corpus: prepared corpus. fabric:
-        launched Fabric. resume: ``auto`` resumes if there is a checkpoint, ``never`` refuses a folder with checkpoints,
-        and a step resumes from the checkpoint of that step. display: shows the progress. stop: records signals.
+    Args:
+        config: everything that decides the numbers.
+        folder: folder of the run.
+        corpus: prepared corpus.
+        fabric: launched Fabric.
+        resume: ``auto`` resumes if there is a checkpoint, ``never`` refuses a folder with checkpoints, and a step
+            resumes from the checkpoint of that step.
+        display: shows the progress.
+        stop: records signals.
     """
 
     def __init__(

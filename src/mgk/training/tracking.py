@@ -31,10 +31,13 @@ Report = Callable[[str], None]
 class Curves:
     """Writer of measurements to ``metrics.jsonl`` and TensorBoard. Errors such as a full disk never stop the run.
 
-    Args: folder: folder of the run. step: step from which the run resumes. Later lines, from a process that died before
-        its next checkpoint, are dropped, since they will be written again. validated: step of the last validation, for
-        the same reason. report: called once with a message if something cannot be written. tensorboard: whether to
-        write for TensorBoard as well.
+    Args:
+        folder: folder of the run.
+        step: step from which the run resumes. Later lines, from a process that died before its next checkpoint, are
+            dropped, since they will be written again.
+        validated: step of the last validation, for the same reason.
+        report: called once with a message if something cannot be written.
+        tensorboard: whether to write for TensorBoard as well.
     """
 
     def __init__(self, folder: Path, step: int, validated: int, report: Report, *, tensorboard: bool = True) -> None:

@@ -27,8 +27,10 @@ PATIENCE = 60.0
 def run(request: Mapping[str, Any], lifeline: int) -> int:
     """Do the work of a request in this process, and return the exit code.
 
-    Args: request: ``target``, the function to call as ``module:name``; its ``argument``; the path of its ``log``; and
-        additional variables for its ``environment``. lifeline: descriptor of the lifeline, to read from.
+    Args:
+        request: ``target``, the function to call as ``module:name``; its ``argument``; the path of its ``log``; and
+            additional variables for its ``environment``.
+        lifeline: descriptor of the lifeline, to read from.
     """
     if os.getsid(0) != os.getpid():
         os.setsid()

@@ -62,9 +62,12 @@ class Child:
 class Launcher:
     """Starts child processes that call a function, forked from a server, or else each with its own interpreter.
 
-    Args: target: the function, as ``module:name``. It takes one argument that JSON can represent, and returns the exit
-        code. preload: modules that the server imports before it forks. environment: additional environment variables of
-        the children. fork: whether to fork from a server; ``False`` starts an interpreter for each child.
+    Args:
+        target: the function, as ``module:name``. It takes one argument that JSON can represent, and returns the exit
+            code.
+        preload: modules that the server imports before it forks.
+        environment: additional environment variables of the children.
+        fork: whether to fork from a server; ``False`` starts an interpreter for each child.
     """
 
     def __init__(
