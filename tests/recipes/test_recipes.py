@@ -35,7 +35,7 @@ LINEAR = [name for name in names() if name.endswith("-linear")]
 # Heads of the baseline, of whose half the paper's claim is, and what all rows of the comparison share.
 COMPARISONS = {
     "lra/listops": (8, ""), "lra/text": (8, ""), "lra/retrieval": (8, ""), "peerread": (8, ""), "enwik8": (8, ""),
-    "demo": (8, ""), "lra/listops-learnable": (8, ""),
+    "demo": (8, ""), "enwik8-small": (8, ""), "lra/listops-learnable": (8, ""),
     "wikitext103/small": (8, ""), "wikitext103/medium": (8, ""), "wikitext2": (8, ""), "enwik8-words": (8, ""),
     "enwik8-words-multi-query": (8, "+num_key_value_heads=1"),
     "wikitext103/multi-query": (8, "+num_key_value_heads=1"),

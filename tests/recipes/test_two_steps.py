@@ -25,6 +25,7 @@ ROWS = {
     "enwik8": [None, "smgk-4"],
     "enwik8-equal-cache": [None, "smgk-4+num_components=4"],
     "enwik8-shifts": [None, "smgk-4+num_components=1"],
+    "enwik8-small": [None, "mgk-4", "softmax-8+num_key_value_heads=4+qk_norm"],
     "enwik8-words": [None, "smgk-4"],
     "enwik8-words-linear": [None, "smlk-4"],
     "enwik8-words-multi-query": [None, "mgk-4+num_key_value_heads=1"],
@@ -172,7 +173,7 @@ def write_sources(folder):
 
 
 # Those with linear attention, and variants, are made as what they differ from.
-CHANGES["enwik8-equal-cache"] = CHANGES["enwik8"]
+CHANGES["enwik8-equal-cache"] = CHANGES["enwik8-small"] = CHANGES["enwik8"]
 CHANGES |= {name: CHANGES[name.partition("-")[0]] for name in ROWS if name.startswith("lra/")}
 CHANGES |= {name: CHANGES[name.removesuffix("-linear")] for name in ROWS if name.endswith("-linear")}
 
