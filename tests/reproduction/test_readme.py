@@ -5,6 +5,7 @@ import re
 import pytest
 from reproduction_cases import write_escape, write_evaluation, write_run
 
+from mgk.recipes import load
 from mgk.reproduction import pages
 from mgk.reproduction.readme import BEGIN, END, fill, results_text
 from mgk.reproduction.results import read_results
@@ -35,8 +36,8 @@ def test_rows_that_have_results_only(tmp_path):
     write_row(tmp_path, "lra/text", "softmax-2", 0.65)
     text = text_of(tmp_path)
     assert table_of(text) == [
-        ["recipe", "test", "all heads"], ["---"] * 3,
-        ["lra/text", "accuracy, %", "softmax-2: 65.00 (1 seed; paper 64.90)"],
+        ["experiment", "test", "all heads"], ["---"] * 3,
+        [f"{load('lra/text').title} (`lra/text`)", "accuracy, %", "softmax-2: 65.00 (1 seed; paper 64.90)"],
     ]  # fmt: skip
     assert "Not the paper's number" not in text
 
@@ -50,16 +51,17 @@ def test_the_number_of_heads_that_compares_most(tmp_path):
     write_evaluation(tmp_path, "multi30k", "softmax-4", 0, stride=None, tokenised_lowercase_bleu=30.0)
     header, _, linear_free, linear, translation = table_of(text_of(tmp_path))
     assert header == [
-        "recipe", "test", "all heads", "all heads, q and k normalised", "half the heads, shifted keys",
+        "experiment", "test", "all heads", "all heads, q and k normalised", "half the heads, shifted keys",
         "half the heads, projected keys",
     ]  # fmt: skip
     assert [cell.partition(":")[0] for cell in linear_free] == [
-        "lra/text", "accuracy, %", "softmax-8", "softmax-8+qk_norm", "smgk-4", "mgk-4",
+        f"{load('lra/text').title} (`lra/text`)", "accuracy, %", "softmax-8", "softmax-8+qk_norm", "smgk-4", "mgk-4",
     ]  # fmt: skip
     assert linear_free[2] == "softmax-8: 65.10 ± 0.10 (2 seeds; paper 65.71)"
     assert linear_free[3] == "softmax-8+qk_norm: 65.10 ± 0.10 (2 seeds)"
     assert linear[2].startswith("linear-8: 65.00 (1 seed; paper 65.85")
-    assert translation[:3] == ["multi30k", "BLEU", "softmax-4: 30.00 (1 seed)"]
+    assert translation[0].endswith("(`multi30k`)")
+    assert translation[1:3] == ["BLEU", "softmax-4: 30.00 (1 seed)"]
 
 
 def test_what_does_not_hold(tmp_path):

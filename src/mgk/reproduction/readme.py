@@ -59,7 +59,7 @@ def results_text(pages: Sequence[Page], results: Results) -> str:
         f"paper says: [all pages]({PAGES}/README.md). Below: mean ± standard error over seeds."
     ]
     lines = [line for recipe in mgk.recipes.names() if (line := _line(recipe, results)) is not None]
-    header = ("recipe", "test", *_COLUMNS)
+    header = ("experiment", "test", *_COLUMNS)
     if lines:
         shown = [place for place in range(len(header)) if any(line[place] for line in lines)]
         kept = tuple(tuple(line[place] for place in shown) for line in lines)
@@ -83,7 +83,7 @@ def _line(recipe: str, results: Results) -> tuple[str, ...] | None:
     if not cells:
         return None
     return (
-        recipe,
+        f"{loaded.title} (`{recipe}`)",
         shown.title.removeprefix("test "),
         *(_cell(recipe, cells[column], shown, results) if column in cells else "" for column in _COLUMNS),
     )
