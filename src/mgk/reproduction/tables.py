@@ -49,9 +49,9 @@ LIMITS: Mapping[str, tuple[str, ...]] = {
         "How the rows compare at learning rates of their own: all have the one of the demo.",
     ),
     "enwik8-small": (
-        "Where the rows end: a run sees four million bytes once, and is still learning fast when it ends.",
+        "Where the rows end: a run sees two million bytes once, and is still learning fast when it ends.",
         _ONE_SIZE,
-        "How the rows compare at learning rates of their own: all have the one that softmax-8 was best with.",
+        "How the rows compare at learning rates of their own: all have the one at which softmax-8 and smgk-4 learned best.",
         _SEEDS,
     ),
     "enwik8": (
