@@ -329,6 +329,14 @@ def choose_attention(
     raise SystemExit(f"the attention must agree with that of the checkout, got {'; '.join(said)}")
 
 
+def configure(own: dict[str, Any], heads: int, dropout: float) -> dict[str, Any]:
+    """Change their configuration of the task, and return that of the model as their script makes it."""
+    own["model"].update({"num_head": heads, "dropout_prob": dropout, "attention_dropout": dropout})
+    own["extra_attn_config"][MODEL]["attention_grad_checkpointing"] = False
+    length = 2 ** math.ceil(math.log2(own["model"]["max_seq_len"]))
+    return {**own["model"], **own["extra_attn_config"][MODEL], "attn_type": MODEL, "max_seq_len": length}
+
+
 def commit_of(checkout: Path) -> str:
     """The commit of a checkout, from git or from a file COMMIT beside an unpacked archive."""
     if (checkout / "COMMIT").is_file():
@@ -430,18 +438,13 @@ def main() -> None:
     sys.path.insert(0, str(code))
     modules = {each: importlib.import_module(each) for each in ("attention", "model_wrapper", "dataset", "lra_config")}
     own = modules["lra_config"].config[TASK]
-    changes = {"num_head": arguments.heads, "dropout_prob": arguments.dropout, "attention_dropout": arguments.dropout}
-    own["model"].update(changes)
-    own["extra_attn_config"][MODEL]["attention_grad_checkpointing"] = False
+    config = configure(own, arguments.heads, arguments.dropout)
     whole = own["training"]["num_train_steps"]
     steps = whole if arguments.steps is None else arguments.steps
     if not 1 <= steps <= whole:
         raise SystemExit(f"--steps must lie in [1, {whole}], got {steps}")
 
-    # As their script makes it.
-    length = 2 ** math.ceil(math.log2(own["model"]["max_seq_len"]))
-    config = {**own["model"], **own["extra_attn_config"][MODEL], "attn_type": MODEL, "max_seq_len": length}
-    data = Data(corpus, length, device, steps, start + arguments.seconds)
+    data = Data(corpus, config["max_seq_len"], device, steps, start + arguments.seconds)
     kind, errors = choose_attention(arguments.attention, modules, config, data)
     print(f"{name}: {kind} attention agrees with theirs, {errors}", file=sys.stderr, flush=True)
     # Theirs sets none.

@@ -332,6 +332,7 @@ def test_nothing_is_started_that_would_not_get_to_train(case):
 
 
 def test_a_number_of_jobs_is_that_number(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(capacities, "cores", lambda: 16)
     assert Capacity(6, is_on_gpu=True).limit == 6
     assert Capacity(6, is_on_gpu=True).threads == 2
@@ -339,6 +340,15 @@ def test_a_number_of_jobs_is_that_number(monkeypatch):
     assert Capacity(None, is_on_gpu=False).threads == 1
     assert Capacity(None, is_on_gpu=True).limit == 8
     assert Capacity(32, is_on_gpu=False).threads == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"), [("1", 1), ("2", 2), ("64", 8), ("3,2", 3), ("", 8), ("0", 8), ("many", 8)]
+)
+def test_the_user_may_ask_for_fewer_threads(monkeypatch, given, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(capacities, "cores", lambda: 16)
+    assert Capacity(2, is_on_gpu=False).threads == threads
 
 
 def test_as_many_as_fit(case, monkeypatch):

@@ -40,8 +40,11 @@ class Capacity:
 
     @property
     def threads(self) -> int:
-        """Number of CPU threads for each process."""
-        return max(1, cores() // self.limit)
+        """Number of CPU threads for each process: its part of the cores, or fewer if the user has set a limit."""
+        # With as many threads as cores, a process spends most of its time waiting when it is not alone on the machine.
+        most = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+        part = max(1, cores() // self.limit)
+        return min(part, int(most)) if most.isdigit() and int(most) > 0 else part
 
     def note(self, cell: Cell, status: Status) -> None:
         """Record the memory that a cell uses."""
