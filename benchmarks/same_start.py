@@ -1,9 +1,9 @@
 """Train our model from the weights with which the published code began, in the batches that it took.
 
 A run of ours and a run of ``published_control.py`` with the same seed begin with other weights and take other batches,
-so the steps at which they leave the plateau of ListOps differ by chance as well. This takes the chance out: it makes the
-published model under the seed of the control, draws the control's batches, and hands both to our Trainer. If the losses
-and the step of escape are then those of the control, our training does the same.
+so the steps at which they leave the plateau of ListOps differ by chance as well. This script takes the chance out: it
+makes the published model under the seed of the control, draws the control's batches, and hands both to our Trainer. If
+the losses and the step of escape are then those of the control, our training does the same.
 
 ::
 

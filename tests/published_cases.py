@@ -106,6 +106,12 @@ class ArenaTrunk(nn.Module):
         self.depth = len(kinds)
         self.norm = nn.LayerNorm(size)
 
+    def forward(self, tokens, mask):
+        x = self.embeddings.word_embeddings(tokens) + self.embeddings.position_embeddings.weight
+        for number in range(self.depth):
+            x = getattr(self, f"transformer_{number}")(x, mask.bool())
+        return self.norm(x) * mask[..., None]
+
 
 class ArenaHead(nn.Module):
     def __init__(self, size, hidden):
@@ -125,11 +131,7 @@ class ArenaClassifier(nn.Module):
     def pooled(self, tokens, mask):
         spare = self.length - tokens.shape[1]
         tokens, mask = (nn.functional.pad(each, (0, spare)) for each in (tokens, mask.bool()))
-        embeddings = self.model.embeddings
-        x = embeddings.word_embeddings(tokens) + embeddings.position_embeddings.weight
-        for number in range(self.model.depth):
-            x = getattr(self.model, f"transformer_{number}")(x, mask)
-        return (self.model.norm(x) * mask[..., None]).mean(dim=1)
+        return self.model(tokens, mask).mean(dim=1)
 
     def forward(self, input_ids, attention_mask, pair_input_ids=None, pair_attention_mask=None):
         a = self.pooled(input_ids, attention_mask)

@@ -92,7 +92,9 @@ def write_control(folder, heads, dropout, seed, *, accuracy, escape=None, steps=
     name = fidelity()["control"]["name"]
     path = folder / "controls" / f"{name}-{heads}-dropout-{dropout:g}-seed-{seed}.json"
     curve = [
-        {"kind": kind, "step": step, "loss": 1.5, "accuracy": 0.36 if escape and step >= escape else 0.18}
+        {"kind": kind, "step": step, "loss": 1.5, "accuracy": 0.36}
+        if escape and step >= escape
+        else {"kind": kind, "step": step, "loss": 2.25, "accuracy": 0.18}
         for step in range(50, steps + 1, 50)
         for kind in ("train", "valid")
     ]
@@ -100,6 +102,23 @@ def write_control(folder, heads, dropout, seed, *, accuracy, escape=None, steps=
         "control": name, "heads": heads, "dropout": dropout, "seed": seed, "complete": complete, "steps": steps,
         "metrics": {} if accuracy is None else {"test_accuracy": accuracy}, "curve": curve,
         "corpus": {"name": "listops", "fingerprint": corpus},
+    }  # fmt: skip
+    result.write(path, content)
+    return path
+
+
+def write_same_start(folder, heads, dropout, seed, *, escape=None, steps=5000, apart=0.0, complete=True):
+    """A run of ours from the start of a control; its losses are so far apart from those of ``write_control``."""
+    name = fidelity()["control"]["same_start"]["name"]
+    path = folder / "controls" / f"{name}-{heads}-dropout-{dropout:g}-seed-{seed}-cpu-float32.json"
+    curve = [
+        {"kind": "train", "step": step, "loss": (1.5 if escape and step >= escape else 2.25) + apart}
+        for step in range(50, steps + 1, 50)
+    ]
+    content = {
+        "control": name, "heads": heads, "dropout": dropout, "seed": seed, "complete": complete, "steps": steps,
+        "metrics": {}, "curve": curve, "corpus": {"name": "listops", "fingerprint": "0" * 64},
+        "device": "CPU, 2 threads", "precision": "float32",
     }  # fmt: skip
     result.write(path, content)
     return path
@@ -235,6 +254,7 @@ def write_everything(folder, seeds, *, gone=None):
                         folder, recipe, row, seed, stride=None, tokenised_lowercase_bleu=value, signature="none"
                     )
     levels = {
+        "demo": (0.6, 0.01), "enwik8-small": (2.3, -0.02),
         "peerread": (0.6, 0.01), "enwik8": (1.5, -0.02), "wikitext2": (90.0, -2.0), "smollm2": (30.0, -1.0),
         "multi30k": (30.0, 1.0), "tatoeba": (40.0, 1.0), "multi30k-variances": (30.0, 1.0),
         "enwik8-shifts": (1.5, -0.02), "enwik8-words": (90.0, -2.0),
@@ -248,8 +268,8 @@ def write_everything(folder, seeds, *, gone=None):
                 value = first + step * (level + 0.02 * seed)
                 if home(recipe, row) != recipe:
                     continue
-                run = {"accuracy": value} if recipe == "peerread" else {}
-                run = {"bits_per_token": value} if recipe in ("enwik8", "enwik8-shifts") else run
+                run = {"accuracy": value} if recipe in ("demo", "peerread") else {}
+                run = {"bits_per_token": value} if recipe.startswith("enwik8") else run
                 run = {"perplexity": value} if recipe in ("smollm2", "wikitext2", "enwik8-words") else run
                 write_run(folder, recipe, row, seed, **run)
                 if recipe == "wikitext2":
@@ -257,7 +277,7 @@ def write_everything(folder, seeds, *, gone=None):
                 elif recipe == "enwik8-words":
                     for split in ("valid", "test"):
                         write_evaluation(folder, recipe, row, seed, split, sliding_perplexity=value)
-                elif recipe == "enwik8":
+                elif recipe in ("enwik8", "enwik8-small"):
                     write_evaluation(folder, recipe, row, seed, stride=64, sliding_bits_per_token=value - 0.01)
                 elif recipe.startswith(("multi30k", "tatoeba")):
                     write_evaluation(folder, recipe, row, seed, stride=None, tokenised_lowercase_bleu=value)
@@ -305,6 +325,7 @@ def write_everything(folder, seeds, *, gone=None):
                 )  # fmt: skip
     for heads, dropout in {(each.heads, each.dropout) for each in settings()}:
         write_control(folder, heads, dropout, 0, accuracy=0.37, escape=3000)
+        write_same_start(folder, heads, dropout, 0, escape=3000)
     for comparison in fidelity()["comparisons"]:
         for recipe in (comparison["recipe"], *comparison["variants"]):
             for row in load(recipe).rows:

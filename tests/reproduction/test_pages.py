@@ -43,7 +43,7 @@ def test_names_are_those_of_the_paper():
     assert names()[:10] == [f"T{number}" for number in range(1, 11)]
     assert set(names()[10:13]) == {"variances", "likelihood", "size"}
     assert names()[13:29] == [f"F{number}" for number in range(1, 17)]
-    own = ["peerread", "enwik8", "enwik8-words", "wikitext2", "smollm2", "multi30k", "tatoeba"]
+    own = ["demo", "enwik8-small", "peerread", "enwik8", "enwik8-words", "wikitext2", "smollm2", "multi30k", "tatoeba"]
     assert names()[29:] == [*own, "equal-cache", "plateau", "shift", "fidelity"]
     assert parse_names(["t1", "F16", "T1"]) == ["T1", "F16"]
     assert parse_names(["all"]) == names()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mgk.reproduction.survival import kaplan_meier, log_rank, log_rank_trend, median
+from mgk.reproduction.survival import kaplan_meier, log_rank, log_rank_of_units, log_rank_trend, median
 
 # Weeks of remission of 42 children with leukaemia (Freireich 1963, printed in Gehan 1965): the example of textbooks.
 TREATED = [
@@ -108,6 +108,57 @@ def test_p_counts_all_ways(count):
         found = log_rank(strata)
         assert found.is_exact
         assert found.p == pytest.approx(naive_p(strata) if found.variance else 1.0, abs=1e-12)
+
+
+def test_units_are_shared_out_whole():
+    """Two seeds against three, each with a run in two strata, in every one of the ten ways."""
+    draw = random.Random(4)
+
+    def excess(first, second):
+        return log_rank([([unit[s] for unit in first], [unit[s] for unit in second]) for s in "ab"]).excess
+
+    for _ in range(10):
+        units = [{s: (draw.randint(1, 6), draw.random() < 0.8) for s in "ab"} for _ in range(5)]
+        ways = [
+            abs(excess([units[i] for i in own], [units[i] for i in range(5) if i not in own]))
+            for own in itertools.combinations(range(5), 2)
+        ]
+        found = log_rank_of_units(units[:2], units[2:])
+        assert found.excess == pytest.approx(excess(units[:2], units[2:]))
+        assert found.is_exact
+        assert found.p == pytest.approx(sum(way >= abs(found.excess) - 1e-7 for way in ways) / 10)
+        # With one stratum a unit is a run.
+        alone = [{"a": unit["a"]} for unit in units]
+        runs = [unit["a"] for unit in units]
+        assert log_rank_of_units(alone[:2], alone[2:]) == log_rank([(runs[:2], runs[2:])])
+
+
+def test_units_may_lack_runs():
+    """A stratum without runs of both groups does not count, and a unit without a run somewhere is no obstacle."""
+    first = [{"a": (1, True), "b": (1, True)}, {"a": (2, True)}]
+    second = [{"a": (3, True)}, {"a": (4, False), "c": (1, True)}]
+    found = log_rank_of_units(first, second)
+    assert found.excess == log_rank([([(1, True), (2, True)], [(3, True), (4, False)])]).excess
+    with pytest.raises(ValueError, match="at least one stratum, got none"):
+        log_rank_of_units([{"b": (1, True)}], [{"c": (1, True)}])
+
+
+def test_units_keep_the_level_where_runs_of_a_seed_are_alike():
+    """Runs of a seed that are copies of each other: counted one by one they would be taken for evidence."""
+    draw = random.Random(0)
+
+    def units():
+        steps = [draw.expovariate(1 / 3000) for _ in range(4)]
+        return [dict.fromkeys("abc", (min(step, 5000.0), step < 5000)) for step in steps]
+
+    trials = 300
+    pairs = [(units(), units()) for _ in range(trials)]
+    hits = sum(log_rank_of_units(*pair).p < 0.05 for pair in pairs)
+    eager = sum(
+        log_rank([([u[s] for u in first], [u[s] for u in second]) for s in "abc"]).p < 0.05 for first, second in pairs
+    )
+    assert hits / trials < 0.07
+    assert eager / trials > 0.15
 
 
 def test_complete_separation():

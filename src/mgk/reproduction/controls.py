@@ -1,6 +1,7 @@
-"""Runs of published code on our data, which ``benchmarks/published_control.py`` writes to ``results/controls/``.
+"""Runs that belong to no recipe, in ``results/controls/``, and count for no table of the paper.
 
-They belong to no recipe, so they count for no table of the paper. The page ``fidelity`` shows them next to our runs.
+``benchmarks/published_control.py`` writes those of the published code on our data, and ``benchmarks/same_start.py``
+those of our training from the weights and in the batches of one of them. The page ``fidelity`` shows both.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SCRIPT = "benchmarks/published_control.py"
 
 @dataclass(frozen=True, kw_only=True)
 class Control:
-    """A run of published code."""
+    """A run of published code, or of ours from its start."""
 
     file: str
     name: str
@@ -37,6 +38,8 @@ class Control:
     """Measurements, as in ``results/curves``."""
     corpus: str
     """Fingerprint of its data."""
+    machine: str
+    """Device and precision, as far as the file says them."""
 
 
 def read_controls(folder: Path) -> list[Control]:
@@ -60,6 +63,7 @@ def _read(path: Path) -> Control:
             accuracy=None if accuracy is None else float(accuracy),
             curve=[{**line, "step": int(line["step"]), "kind": str(line["kind"])} for line in content["curve"]],
             corpus=str(content["corpus"]["fingerprint"]),
+            machine=", ".join(str(content[key]) for key in ("device", "precision") if key in content),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} must be a result of {SCRIPT}, got {error!r}") from error

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mgk.recipes
-from mgk.reproduction import published_code
+from mgk.reproduction import published_code, same_start
 from mgk.reproduction.controls import find_missing_controls, notes_about
 from mgk.reproduction.metrics import metric
 from mgk.reproduction.missing import Need, find_missing
@@ -35,9 +35,13 @@ def fidelity_page(results: Results, seeds: int) -> Page:
     content = fidelity()
     controls = published_code.runs(results)
     settings = published_code.settings()
-    grids = [published_code.grid(controls, results), _differences(content["differences"])]
+    pairs = same_start.pairs(controls, results)
+    grids = [published_code.grid(controls, results)]
+    if pairs:
+        grids.append(same_start.grid(pairs))
+    grids.append(_differences(content["differences"]))
     needs: list[Need] = []
-    numbers = len(controls)
+    numbers = len(controls) + len(pairs)
     for comparison in content["comparisons"]:
         recipes = [comparison["recipe"], *comparison["variants"]]
         rows = {recipe: _rows(recipe, comparison) for recipe in recipes}
@@ -65,12 +69,14 @@ def fidelity_page(results: Results, seeds: int) -> Page:
             "minus the mean of its recipe, in points, if both have runs.",
             content["control"]["text"],
             *published_code.sentences(controls, results),
+            *same_start.sentences(pairs),
         ),
         grids=tuple(grids),
         needs=tuple(needs),
         missing=(
             *find_missing(results, needs, NAME),
             *find_missing_controls(controls, list(dict.fromkeys((each.heads, each.dropout) for each in settings))),
+            *same_start.find_missing_pairs(controls, pairs),
         ),
         notes=(
             *results.notes_about({need.recipe for need in needs}),

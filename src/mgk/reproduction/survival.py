@@ -6,16 +6,19 @@ censored: it is known only that the event had not happened by then.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mgk.reproduction.statistics import t_quantile
 
+T = TypeVar("T")
 Run = tuple[float, bool]
 """Time, and whether the event happened at that time."""
 MOST_SUBSETS = 200_000
@@ -139,6 +142,32 @@ def log_rank(strata: Sequence[tuple[Sequence[Run], Sequence[Run]]]) -> LogRank:
     exact = _permutation_p(scores, abs(excess))
     p = math.erfc(math.sqrt(chi_square / 2)) if exact is None else exact
     return LogRank(excess=excess, variance=variance, chi_square=chi_square, p=p, is_exact=exact is not None)
+
+
+def log_rank_of_units(first: Sequence[Mapping[T, Run]], second: Sequence[Mapping[T, Run]]) -> LogRank:
+    """Test the same where several runs share their chance, so that they are not independent of each other.
+
+    A unit has at most one run in each stratum, for example a seed with its runs under several settings. The statistic
+    is that of :func:`log_rank`; its exact p value is over the assignments of whole units to the groups. Its variance
+    counts runs as if they were independent, so without an exact p value the test is too eager.
+
+    Args:
+        first: the units of the first group: the run of each in every stratum where it has one.
+        second: likewise of the second group. Strata without runs of both groups are left out.
+    """
+    strata = [
+        stratum
+        for stratum in dict.fromkeys(stratum for unit in first for stratum in unit)
+        if any(stratum in unit for unit in second)
+    ]
+    both = [[unit[stratum] for unit in group if stratum in unit] for stratum in strata for group in (first, second)]
+    apart = log_rank(list(zip(both[::2], both[1::2], strict=True)))
+    sums = np.zeros(len(first) + len(second))
+    for stratum in strata:
+        places = [place for place, unit in enumerate((*first, *second)) if stratum in unit]
+        sums[places] += _scores([(*first, *second)[place][stratum] for place in places])
+    exact = _permutation_p([(sums, len(first))], abs(apart.excess))
+    return apart if exact is None else dataclasses.replace(apart, p=exact, is_exact=True)
 
 
 def log_rank_trend(strata: Sequence[Sequence[Sequence[Run]]], draws: int = DRAWS) -> Trend:

@@ -51,7 +51,7 @@ LIMITS: Mapping[str, tuple[str, ...]] = {
     "enwik8-small": (
         "Where the rows end: a run sees two million bytes once, and is still learning fast when it ends.",
         _ONE_SIZE,
-        "How the rows compare at learning rates of their own: all have the one at which softmax-8 and smgk-4 learned best.",
+        "How the rows compare at learning rates of their own: all have the best one of softmax-8 and smgk-4.",
         _SEEDS,
     ),
     "enwik8": (
