@@ -33,7 +33,7 @@ ROOM = {80: 163, 90: 227, 100: 227, 120: 99}
 CALLS = (
     r"(softmax|smgk|mgk|smgk-hard), head_dim 64, causal$",
     r"(softmax|gaussian|smgk|smgk-hard|mgk), head_dim 128, causal$",
-    r"smgk, head_dim 64, full, (dropout|padding|fp32|E-step)$",
+    r"smgk, head_dim 64, full, (dropout|padding|packed|fp32|E-step)$",
     r"(softmax|mgk), head_dim 64, full, decode$",
     r"(linear|smlk|mlk), head_dim 64, (full|causal)$",
 )

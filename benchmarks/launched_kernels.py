@@ -148,6 +148,19 @@ def attend(
     torch.autograd.grad(out, list(inputs.leaves().values()), torch.empty_like(out), allow_unused=True)
 
 
+def attend_packed(preset: str, shape: Shape) -> None:
+    """Likewise of two sequences in a row, the first of which ends within a block."""
+    inputs = _draw(preset, shape)
+    total = shape.batch * shape.tokens
+    boundaries = torch.tensor([0, shape.tokens - 9, total], dtype=torch.int32)
+    by_token = [each.movedim(-2, 1).flatten(0, 1) for each in (inputs.query, inputs.key, inputs.value)]
+    out = mgk.mixture_attention_varlen(
+        *by_token, cu_seqlens_q=boundaries, shift=inputs.shift, log_prior=inputs.log_prior,
+        similarity=inputs.similarity, assignment=inputs.assignment, is_causal=inputs.is_causal, backend="triton",
+    )  # fmt: skip
+    torch.autograd.grad(out, list(inputs.leaves().values()), torch.empty_like(out), allow_unused=True)
+
+
 def attend_linearly(preset: str, shape: Shape) -> None:
     """Forward and backward of linear attention."""
     inputs = _draw(preset, shape)
@@ -189,7 +202,8 @@ def _draw(preset: str, shape: Shape, queries: int | None = None, dtype: torch.dt
 
 def benchmark_calls() -> Iterator[tuple[str, Callable[[], None]]]:
     """The calls that the benchmark times, under a name each, as small as makes no difference: every preset at every
-    shape, one with dropout and one with padding, the E-step, a step of generation, and linear attention."""
+    shape, one with dropout, one with padding and one that is packed, the E-step, a step of generation, and linear
+    attention."""
     for preset in USUAL_PRESETS:
         for shape in CUDA_SHAPES:
             small = _small(shape)
@@ -201,6 +215,7 @@ def benchmark_calls() -> Iterator[tuple[str, Callable[[], None]]]:
     yield f"{_named('smgk', usual)}, dropout", partial(attend, "smgk", usual, dropout_p=0.1)
     yield f"{_named('smgk', usual)}, padding", partial(attend, "smgk", usual, is_padded=True)
     yield f"{_named('smgk', usual)}, fp32", partial(attend, "smgk", usual, dtype=torch.float32)
+    yield f"{_named('smgk', usual)}, packed", partial(attend_packed, "smgk", usual)
     for preset in ("smgk", "mgk"):
         yield f"{_named(preset, usual)}, E-step", partial(responsibilities, preset, usual)
     # How many parts the keys are split into depends on the sizes: those of the benchmark, of a mixture.

@@ -13,6 +13,7 @@ The pattern is searched in names such as ``smgk, head_dim 64, causal: attention_
 revision is compiled as well, in a copy of its own, and the first differences are printed as a diff. The exit status is
 1 where anything differs.
 
+Kernels are compiled without line numbers: the assembler schedules a few of them otherwise when a comment moves a line.
 Addresses, labels, names of symbols and places of parameters do not count; registers and the scheduler's notes (how long
 to stall, which barrier to wait for) do, as do shared memory and warps. Code that differs may be as fast, but only a GPU
 can say so: explain the difference, time it there, and renew the fingerprints with ``--write``. Where no GPU is at hand,
@@ -197,6 +198,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"renew the fingerprints in {FINGERPRINTS.name}")
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    # Triton reads it when it compiles, and so do the processes that are started here.
+    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
     if arguments.into is not None:
         arguments.into.write_text(json.dumps(compiled(arguments.only)))
         return

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from cases import KINDS, OUTPUT_CAP
-from packed_cases import KEY_LENGTHS, attend_packed, attend_padded, make_packed, with_gradients
+from packed_cases import KEY_LENGTHS, attend_packed, attend_padded, boundaries, make_packed, with_gradients
 from triton_cases import (
     BACKEND,
     BRIEF_DTYPES,
@@ -21,6 +21,7 @@ from triton_cases import (
 )  # fmt: skip
 
 import mgk
+from mgk.ops.triton import call, movement, placement
 
 SETTINGS = [
     {},
@@ -95,6 +96,58 @@ def test_a_sequence_does_not_know_the_others(kind, poison, device):
     tolerance = 0.0 if kind == "projected" else GRADIENT_CAP[ONE_DTYPE]
     for name in TOKENS:
         assert error_of(got_gradients[name][others], gradients[name][others].double()) <= tolerance, name
+
+
+def moved_by_index(tokens, bounds, places_of):
+    """What :func:`to_places` does, token by token."""
+    out = torch.zeros(places_of[-1], *tokens.shape[1:], dtype=tokens.dtype, device=tokens.device)
+    for first, end, place in zip(bounds, bounds[1:], places_of, strict=False):
+        out[place : place + end - first] = tokens[first:end]
+    return out
+
+
+@pytest.mark.parametrize("lengths", [(5, 0, 40, 33, 1, 17), (32,), (0, 0), (1, 31, 33, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 16), (3, 1, 5), (1,), (2, 300)], ids=str)
+def test_tokens_are_moved_and_brought_back(shape, lengths, device):
+    layout = placement._lay_out(boundaries(lengths, device), sum(lengths))
+    bounds = [0, *itertools.accumulate(lengths)]
+    rooms = [-(-length // call.PADDING) * call.PADDING for length in lengths]
+    places_of = [0, *itertools.accumulate(rooms)]
+    for dtype in (torch.float32, torch.float16, torch.int32):
+        tokens = torch.randint(-9, 9, (sum(lengths), *shape), device=device).to(dtype)
+        placed = movement.to_places(tokens, layout.blocks)
+        assert torch.equal(placed[: places_of[-1]], moved_by_index(tokens, bounds, places_of))
+        assert not placed[places_of[-1] :].any()
+        assert torch.equal(movement.to_tokens(placed, layout.blocks, sum(lengths)), tokens)
+    # Rows that lie apart, and rows whose numbers do.
+    tokens = torch.randn(sum(lengths), *shape, 2, device=device)[..., 0]
+    assert torch.equal(movement.to_places(tokens, layout.blocks), movement.to_places(tokens.clone(), layout.blocks))
+    apart = torch.randn(2 * sum(lengths), *shape, device=device)[::2]
+    assert torch.equal(movement.to_places(apart, layout.blocks), movement.to_places(apart.clone(), layout.blocks))
+
+
+def test_a_move_is_the_gradient_of_the_other(device):
+    """To any order, watched and unwatched; and places without a token are 0 whatever is next to them."""
+    layout = placement._lay_out(boundaries((5, 0, 40), device), 45)
+    tokens = torch.randn(45, 2, 3, device=device, requires_grad=True)
+    weights = torch.randn(len(layout.blocks) * call.PADDING, 2, 3, device=device, requires_grad=True)
+    for place, take in (
+        (movement.to_places, movement.to_tokens),
+        (torch.ops.mgk.place_tokens, torch.ops.mgk.take_tokens),
+    ):
+        (grad,) = torch.autograd.grad((place(tokens, layout.blocks) * weights).sum(), tokens, create_graph=True)
+        assert torch.equal(grad, movement.to_tokens(weights, layout.blocks, 45))
+        (again,) = torch.autograd.grad(grad.square().sum(), weights)
+        assert torch.equal(again, 2 * movement.to_places(grad, layout.blocks))
+        taken = take(weights, layout.blocks, 45)
+        (grad,) = torch.autograd.grad((taken * tokens.detach()).sum(), weights)
+        assert torch.equal(grad, movement.to_places(tokens.detach(), layout.blocks))
+    assert not movement.to_places(torch.full_like(tokens, torch.nan), layout.blocks)[5:32].any()
+    for operation, arguments in (
+        (torch.ops.mgk.place_tokens, (tokens, layout.blocks)),
+        (torch.ops.mgk.take_tokens, (weights, layout.blocks, 45)),
+    ):
+        torch.library.opcheck(operation, arguments)
 
 
 @pytest.mark.parametrize("lengths", [(0,), (3, 0), (0, 3), (1, 1, 1, 1), (16, 16), (15, 17, 0, 32)], ids=str)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from mgk.ops.boundaries import sequence_of_tokens
 from mgk.ops.problem import MixtureProblem
 from mgk.ops.triton import call
+from mgk.ops.triton.movement import to_places, to_tokens
 
 
 class _Layout(NamedTuple):
@@ -19,33 +20,35 @@ class _Layout(NamedTuple):
     """int64 ``[S]``: the first place of each sequence, a multiple of the padding."""
     lengths: Tensor
     """int64 ``[S]``"""
-    places: Tensor
-    """int64 ``[T]``, of every token"""
-    total: int
-    """Places, used or not: known without asking the device."""
+    sequence: Tensor
+    """int64 ``[blocks]``: which sequence each block of places is for; S behind the last one."""
+    blocks: Tensor
+    """int32 ``[blocks, 2]``: the first token in each block, and how many tokens it holds."""
+    num_tokens: int
 
 
-def _lay_out(boundaries: Tensor, num_tokens: int, padding: int) -> _Layout:
+def _lay_out(boundaries: Tensor, num_tokens: int) -> _Layout:
     boundaries = boundaries.long()
     lengths = boundaries.diff()
-    room = (lengths + padding - 1) // padding * padding
-    starts = room.cumsum(0) - room
-    token = torch.arange(num_tokens, device=boundaries.device)
-    places = token + (starts - boundaries[:-1])[sequence_of_tokens(boundaries, num_tokens)]
-    # Every sequence may leave all but one of its last places empty.
-    total = -(-(num_tokens + len(lengths) * (padding - 1)) // padding) * padding
-    return _Layout(starts, lengths, places, total)
+    room = (lengths + call.PADDING - 1) // call.PADDING * call.PADDING
+    ends = room.cumsum(0)
+    starts = ends - room
+    # Every sequence may leave all but one of its last places empty: known without asking the device.
+    num_blocks = -(-(num_tokens + len(lengths) * (call.PADDING - 1)) // call.PADDING)
+    first_place = torch.arange(0, num_blocks * call.PADDING, call.PADDING, device=boundaries.device)
+    sequence = torch.searchsorted(ends, first_place, right=True)
+    before = first_place - F.pad(starts, (0, 1))[sequence]
+    held = (F.pad(lengths, (0, 1))[sequence] - before).clamp(0, call.PADDING)
+    blocks = torch.stack([boundaries[sequence] + before, held], dim=-1).to(torch.int32)
+    return _Layout(starts, lengths, sequence, blocks, num_tokens)
 
 
-def _spans(own: _Layout, other: _Layout, causal_offset: Tensor, padding: int) -> Tensor:
-    """int32 ``[total / padding, 3]``: what the tokens of each block see of the ``other`` side of their sequence."""
-    ends = own.starts + (own.lengths + padding - 1) // padding * padding
-    block = torch.arange(0, own.total, padding, device=ends.device)
-    sequence = torch.searchsorted(ends, block, right=True)
+def _spans(own: _Layout, other: _Layout, causal_offset: Tensor) -> Tensor:
+    """int32 ``[blocks, 3]``: what the tokens of each block see of the ``other`` side of their sequence."""
     table = torch.stack([other.starts, other.starts + other.lengths, causal_offset], dim=-1)
     # Blocks behind the last sequence see nothing.
     table = torch.cat([table, table.new_zeros(1, 3)])
-    return table[sequence].to(torch.int32)
+    return table[own.sequence].to(torch.int32)
 
 
 class Placed(NamedTuple):
@@ -57,23 +60,24 @@ class Placed(NamedTuple):
     """what each block of queries sees, and what each block of keys is seen by"""
 
     def take(self, out: Tensor) -> Tensor:
-        """Places of queries ``[1, H, total, Dv]`` to tokens ``[1, H, Tq, Dv]``, which lie token by token in memory."""
-        return out[0].transpose(0, 1).index_select(0, self.queries.places).transpose(0, 1)[None]
+        """Places of queries ``[1, H, places, Dv]`` to tokens ``[1, H, Tq, Dv]``, which lie token by token in memory."""
+        by_place = out[0].transpose(0, 1)
+        return to_tokens(by_place, self.queries.blocks, self.queries.num_tokens).transpose(0, 1)[None]
 
 
 def place(problem: MixtureProblem) -> Placed:
     """Lay out the tokens of packed sequences. The placed problem is one padded row."""
-    cu_seqlens_q, cu_seqlens_k, padding = problem.cu_seqlens_q, problem.cu_seqlens_k, call.PADDING
+    cu_seqlens_q, cu_seqlens_k = problem.cu_seqlens_q, problem.cu_seqlens_k
     assert cu_seqlens_q is not None
     assert cu_seqlens_k is not None
-    queries = _lay_out(cu_seqlens_q, problem.query.shape[2], padding)
+    queries = _lay_out(cu_seqlens_q, problem.query.shape[2])
     if cu_seqlens_k is cu_seqlens_q and problem.query.shape[2] == problem.key.shape[3]:
-        keys, spans = queries, (_spans(queries, queries, torch.zeros_like(queries.starts), padding),) * 2
+        keys, spans = queries, (_spans(queries, queries, torch.zeros_like(queries.starts)),) * 2
     else:
-        keys = _lay_out(cu_seqlens_k, problem.key.shape[3], padding)
+        keys = _lay_out(cu_seqlens_k, problem.key.shape[3])
         # It is counted in places, not in tokens: the last query of a sequence sees its last key.
         causal_offset = keys.starts + keys.lengths - queries.starts - queries.lengths
-        spans = (_spans(queries, keys, causal_offset, padding), _spans(keys, queries, causal_offset, padding))
+        spans = (_spans(queries, keys, causal_offset), _spans(keys, queries, causal_offset))
     prior = problem.log_prior
     if prior is not None and problem.has_prior_by_key:
         prior = _spread(prior, keys, dim=2)
@@ -91,16 +95,15 @@ def place(problem: MixtureProblem) -> Placed:
 
 
 def _valid_places(mask: Tensor | None, layout: _Layout) -> Tensor:
-    """bool ``[1, total]``"""
-    valid = torch.zeros(layout.total, dtype=torch.bool, device=layout.places.device)
-    if mask is None:
-        # To assign True would copy it from the host, which a CUDA graph cannot record.
-        return valid.index_fill_(0, layout.places, True)[None]
-    return valid.index_copy_(0, layout.places, mask[0])[None]
+    """bool ``[1, places]``"""
+    row = torch.arange(call.PADDING, device=layout.blocks.device)
+    first, held = layout.blocks[:, :1], layout.blocks[:, 1:]
+    valid = row < held
+    if mask is not None and layout.num_tokens > 0:
+        valid = valid & mask[0][(first + row).clamp(max=layout.num_tokens - 1)]
+    return valid.flatten()[None]
 
 
 def _spread(tensor: Tensor, layout: _Layout, dim: int) -> Tensor:
     """Move tokens to their places, token by token in memory; zeros in between."""
-    by_token = tensor.movedim(dim, 0)
-    room = tensor.new_zeros(layout.total, *by_token.shape[1:])
-    return room.index_copy(0, layout.places, by_token).movedim(0, dim)
+    return to_places(tensor.movedim(dim, 0), layout.blocks).movedim(0, dim)
