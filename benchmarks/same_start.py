@@ -8,11 +8,12 @@ the losses and the step of escape are then those of the control, our training do
 ::
 
     python benchmarks/same_start.py path/to/Nystromformer --heads 8 --dropout 0 --seed 0
+    python benchmarks/same_start.py path/to/Nystromformer --every --time 540   # all controls at once, on a GPU
 
 Without dropout the two runs differ only in how numbers are rounded. The recipe is ``lra/listops`` or
 ``lra/listops-dropout-0``; ``--set`` changes it, which a result says in its configuration. Results go to
-``results/controls/``, next to those of the control, and the page ``fidelity`` compares the two. With ``--to`` the run
-has a folder of its own, and goes on there if it was stopped.
+``results/controls/``, next to those of the control, and the page ``fidelity`` compares the two. With ``--to`` runs have
+a folder, and go on there if they were stopped.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ import datetime
 import hashlib
 import importlib
 import json
+import math
+import os
 import platform
 import random
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -44,9 +49,12 @@ from torch import Tensor
 
 import mgk
 import mgk.recipes
+from mgk.commands.sweep.mps import MultiProcessService
 from mgk.data.registry import open_corpus
 from mgk.data.store import Corpus
 from mgk.models import import_checkpoint
+from mgk.reproduction.controls import Control, read_controls
+from mgk.reproduction.results import CONTROLS
 from mgk.training import Trainer
 from mgk.training.configuration import to_mapping
 from mgk.training.errors import Interrupted
@@ -155,14 +163,58 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="stop there; the schedule stays that of a whole run")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="changes of the recipe")
     parser.add_argument("--data", type=Path, help="folder of the prepared corpus, by default where mgk keeps it")
-    parser.add_argument("--to", type=Path, help="folder of the run, where it can go on; by default a temporary one")
-    parser.add_argument("--output", type=Path, help="by default in results/controls, named after the run")
+    parser.add_argument("--to", type=Path, help="folder of runs, where they can go on; by default a temporary one")
+    parser.add_argument("--results", type=Path, default=ROOT / "results", help="has the controls, and gets what is new")
+    parser.add_argument("--every", action="store_true", help="one run for every control in results, all at once")
+    parser.add_argument(
+        "--time", type=float, default=math.inf, help="with --every: stop and save after so many seconds"
+    )
     return parser.parse_args()
 
 
+def start_of(checkout: Path, control: Control) -> list[str]:
+    """The command of the run that belongs to a control."""
+    settings = {"heads": control.heads, "dropout": f"{control.dropout:g}", "seed": control.seed}
+    return [sys.executable, __file__, str(checkout), *(f"--{name}={value}" for name, value in settings.items())]
+
+
+def run_every(arguments: argparse.Namespace) -> int:
+    """Run them all at once, each in its own process group, and return the worst exit status."""
+    passed_on = [f"--results={arguments.results}"]
+    passed_on += [
+        f"--{name}={value}" for name in ("steps", "data", "to") if (value := vars(arguments)[name]) is not None
+    ]
+    passed_on += ["--set", *arguments.set]
+    controls = [each for each in read_controls(arguments.results) if each.name == published_control.CONTROL]
+    with MultiProcessService(lambda text: print(text, file=sys.stderr)) as service:
+        environment = {**os.environ, **service.environment}
+        running = [
+            subprocess.Popen([*start_of(arguments.checkout, each), *passed_on], env=environment, start_new_session=True)
+            for each in controls
+        ]
+
+        def stop(*_: object) -> None:
+            for each in running:
+                # A run saves, writes what it has, and ends.
+                each.terminate()
+
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGALRM, stop)
+        if math.isfinite(arguments.time):
+            signal.setitimer(signal.ITIMER_REAL, arguments.time)
+        return max((abs(each.wait()) for each in running), default=0)
+
+
 def main() -> None:
-    begun = time.monotonic()
     arguments = parse()
+    if arguments.every:
+        sys.exit(run_every(arguments))
+    run(arguments)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Train, and write the result."""
+    begun = time.monotonic()
     warnings.filterwarnings("ignore", category=FutureWarning)
     heads, dropout, seed = arguments.heads, arguments.dropout, arguments.seed
     checkout = arguments.checkout.resolve()
@@ -176,7 +228,8 @@ def main() -> None:
     fabric = Fabric(accelerator=device.type, devices=1)
     fabric.launch()
     with contextlib.ExitStack() as stack:
-        folder = arguments.to or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        own = f"{heads}-dropout-{dropout:g}-seed-{seed}"
+        folder = (arguments.to or Path(stack.enter_context(tempfile.TemporaryDirectory()))) / own
         stop = stack.enter_context(GracefulStop())
         display = stack.enter_context(Display())
         trainer = Trainer(config, folder, corpus, fabric, display=display, stop=stop)
@@ -198,8 +251,8 @@ def main() -> None:
             metrics = {"best_step": best.step, "valid_accuracy": best.manifest["metrics"]["accuracy"]}
             metrics |= {f"test_{name}": value for name, value in trainer.evaluate("test").items()}
         curve, share = read_curve(folder), trainer.share
-    name = f"{NAME}-{heads}-dropout-{dropout:g}-seed-{seed}-{device.type}-{share.precision_name}"
-    output = (arguments.output or ROOT / "results" / "controls" / f"{name}.json").resolve()
+    name = f"{NAME}-{own}-{device.type}-{share.precision_name}"
+    output = arguments.results / CONTROLS / f"{name}.json"
     result = {
         "control": NAME,
         "commit": published_control.commit_of(checkout),

@@ -9,6 +9,7 @@ import pytest
 
 from mgk.data import prepare
 from mgk.reproduction.controls import read_controls
+from mgk.training import result
 
 ROOT = Path(__file__).parents[2]
 FILES = {
@@ -116,8 +117,12 @@ def run(tmp_path, monkeypatch):
     def run(script, *arguments, rate=0.02):
         for name, text in FILES.items():
             (code / f"{name}.py").write_text(text.replace("RATE", str(rate)))
-        output = tmp_path / "results" / "controls" / f"{script}.json"
-        given = [str(code.parent.parent), "--data", str(tmp_path / "listops"), "--output", str(output), *arguments]
+        results = tmp_path / "results"
+        given = [str(code.parent.parent), "--data", str(tmp_path / "listops"), *arguments]
+        if script == "published_control":
+            given += ["--output", str(results / "controls" / "control.json")]
+        else:
+            given += ["--results", str(results)]
         with monkeypatch.context() as patch:
             patch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
             patch.setattr(sys, "argv", [f"{script}.py", *given])
@@ -126,7 +131,8 @@ def run(tmp_path, monkeypatch):
             finally:
                 for name in (*NAMES, script):
                     sys.modules.pop(name, None)
-        return json.loads(output.read_text())
+        newest = max((results / "controls").glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+        return json.loads(newest.read_text())
 
     return run
 
@@ -169,6 +175,22 @@ def test_a_run_that_is_stopped_goes_on(run, tmp_path):
     assert again["complete"]
     assert training_losses(again) == training_losses(whole)
     assert again["metrics"] == whole["metrics"]
+
+
+def test_every_control_gets_its_run(run, tmp_path, monkeypatch):
+    for heads in ("2", "3"):
+        control = run("published_control", "--heads", heads, "--dropout", "0", "--seed", "1")
+        result.write(tmp_path / "results" / "controls" / f"{heads}.json", control)
+    (tmp_path / "results" / "controls" / "control.json").unlink()
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=":")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        run("same_start", "--every", "--time", "200", "--to", str(tmp_path / "runs"), "--set", *OURS)
+    found = read_controls(tmp_path / "results")
+    assert [(each.heads, each.name.split("-")[0]) for each in found] == [
+        (2, "nystromformer"), (3, "nystromformer"), (2, "same"), (3, "same"),
+    ]  # fmt: skip
+    assert all(each.is_complete for each in found)
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["2-dropout-0-seed-1", "3-dropout-0-seed-1"]
 
 
 def test_epochs_that_end_within_a_batch_are_refused(run):

@@ -35,7 +35,7 @@ def _lay_out(boundaries: Tensor, num_tokens: int) -> _Layout:
     starts = ends - room
     # Every sequence may leave all but one of its last places empty: known without asking the device.
     num_blocks = -(-(num_tokens + len(lengths) * (call.PADDING - 1)) // call.PADDING)
-    first_place = torch.arange(0, num_blocks * call.PADDING, call.PADDING, device=boundaries.device)
+    first_place = torch.arange(num_blocks, device=boundaries.device) * call.PADDING
     sequence = torch.searchsorted(ends, first_place, right=True)
     before = first_place - F.pad(starts, (0, 1))[sequence]
     held = (F.pad(lengths, (0, 1))[sequence] - before).clamp(0, call.PADDING)
