@@ -117,12 +117,19 @@ def convert(weights: Mapping[str, Tensor], heads: int, length: int) -> dict[str,
         return import_checkpoint(path, num_attention_heads=heads, length=length).state_dict()
 
 
+def taken_together(trainer: Trainer) -> int:
+    """How many samples a batch has."""
+    size = trainer.config.training.batch_size
+    assert size is not None
+    return size
+
+
 @contextlib.contextmanager
 def in_order(trainer: Trainer, orders: Sequence[NDArray[np.int64]]) -> Iterator[None]:
     """Let the trainer take its samples in these orders."""
     taken: Any = type(trainer.batches)
     made = taken._make_order
-    if len(orders[0]) != len(trainer.batches) * trainer.config.training.batch_size:
+    if len(orders[0]) != len(trainer.batches) * taken_together(trainer):
         # Otherwise an epoch would end elsewhere than in the published code, which goes on within a batch.
         raise SystemExit(f"an epoch must be a whole number of batches, got {len(orders[0])} samples")
 

@@ -94,7 +94,7 @@ def convert(
             raise ValueError(f"{name} must be finite and not negative, got {size}")
     if start != "immediate" and len(set(initial_variances(1, components, variance_scale))) > 1:
         raise ValueError(f"start {start!r} needs one variance for all components, got variance_scale={variance_scale}")
-    family_of(model.config)
+    family_of(model)
     record = Record(
         attention=attention, components=components, num_heads=num_heads, num_kv_heads=num_kv_heads,
         fade_steps=fade_steps if start == "near" else 0, learn_variance=learn_variance,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 # The ways in which M projected keys per head pass through an attention module that was written for one.
 AS_HEADS = "as heads"
 """The module infers the number of heads from its key projection, so the keys pass as M times as many heads."""
@@ -68,6 +70,9 @@ FAMILIES = {
 }  # fmt: skip
 """Families by ``config.model_type``. SmolLM, for example, is a Llama."""
 
+RENAMED = {"dinov2": Family(attentions=("Dinov2Attention",), is_grouped=False)}
+"""Families whose modules have other names since transformers 5.23 at the latest. What they can do is the same."""
+
 REFUSED = {
     "gemma2": "caps its logits (softcap)",
     "gemma3": "has sliding windows",
@@ -86,8 +91,9 @@ REFUSED = {
 """Families whose attention is not a softmax of products, with the reason."""
 
 
-def family_of(config: Any) -> Family:
+def family_of(model: nn.Module) -> Family:
     """Return the family of a model, or raise an error with the reason why it has none."""
+    config: Any = model.config
     kind = config.model_type
     if kind in REFUSED:
         raise ValueError(f"a model of family {kind!r} cannot be converted: its attention {REFUSED[kind]}")
@@ -102,4 +108,7 @@ def family_of(config: Any) -> Family:
         )
     if getattr(config, "add_cross_attention", False) and kind == "gpt2":
         raise ValueError("a 'gpt2' with cross-attention cannot be converted, got add_cross_attention=True")
-    return FAMILIES[kind]
+    family = FAMILIES[kind]
+    if kind in RENAMED and not any(type(module).__name__ in family.attentions for module in model.modules()):
+        return RENAMED[kind]
+    return family

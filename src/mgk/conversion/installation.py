@@ -25,7 +25,7 @@ def install(model: Any, record: Record, *, pooling: str = "neighbours", noise: A
         pooling: which heads are merged.
         noise: noise that moves equal keys apart, for existing weights.
     """
-    family = family_of(model.config)
+    family = family_of(model)
     found = attention_modules(model, family)
     shifted = PRESETS[record.attention].keys == "shifted"
     projected = 1 if shifted else record.components

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import masking_utils
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
@@ -118,14 +119,26 @@ def packed_sequences(mask_function: Callable[..., Any]) -> Tensor | None:
     if getattr(mask_function, "__code__", None) is not _AND.__code__:
         return None
     parts = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]
-    if len(parts) != 2 or parts[0] is not causal_mask_function or getattr(parts[1], "__code__", None) is not _PACKED:
+    packed = [part for part in parts if getattr(part, "__code__", None) is _PACKED]
+    others = [part for part in parts if part not in packed]
+    if len(packed) != 1 or len(others) != 1 or not _is_causality(others[0]):
         return None
-    numbers = inspect.getclosurevars(parts[1]).nonlocals["packed_sequence_mask"]
+    numbers = inspect.getclosurevars(packed[0]).nonlocals["packed_sequence_mask"]
     return numbers if isinstance(numbers, Tensor) else None
+
+
+def _is_causality(mask_function: Callable[..., Any]) -> bool:
+    """Whether a function is causality, of places or of the positions within each sequence, which have one order."""
+    if _REMAPPED is not None and getattr(mask_function, "__code__", None) is _REMAPPED:
+        mask_function = inspect.getclosurevars(mask_function).nonlocals["mask_function"]
+    return mask_function is causal_mask_function
 
 
 _AND = and_masks(causal_mask_function)
 _PACKED = packed_sequence_mask_function(torch.zeros(1, 1)).__code__
+# Since transformers 5.23 at the latest; before, causality was one of places.
+_remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+_REMAPPED = None if _remap is None else _remap(causal_mask_function, torch.zeros(1, 1)).__code__
 
 
 def boundaries(sequences: Tensor) -> Tensor:

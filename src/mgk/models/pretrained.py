@@ -27,6 +27,9 @@ from mgk.ops.validation import may_inspect_values
 
 # Alignment of torch's allocator on a CPU, in bytes.
 ALIGNMENT = 64
+_NO_PAGES = (
+    "continuous batching keeps keys in pages, which mixture attention does not read: use generate with a padded batch"
+)
 
 
 class ForwardOptions(TypedDict, total=False):
@@ -119,16 +122,17 @@ class MGKPreTrainedModel(PreTrainedModel):
         if requested_attention is None:
             return "sdpa"
         if requested_attention.startswith("paged|"):
-            raise ValueError(
-                "continuous batching keeps keys in pages, which mixture attention does not read, got "
-                f'`attn_implementation="{requested_attention}"`: use generate with a padded batch'
-            )
+            raise ValueError(f'{_NO_PAGES}, got `attn_implementation="{requested_attention}"`')
         if requested_attention not in BACKENDS:
             raise ValueError(
                 f'Specified `attn_implementation="{requested_attention}"` is not supported: '
                 "use 'sdpa' (the fastest that serves a call), 'triton' or 'eager'"
             )
         return requested_attention
+
+    def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
+        """Refuse continuous batching, which would otherwise fail in a thread that only logs the error."""
+        raise ValueError(_NO_PAGES)
 
     @staticmethod
     def create_masks_for_generate(
