@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo setup test coverage lint format bench bench-data bench-training accuracy clean
+.PHONY: demo setup test newest coverage lint format bench bench-data bench-training accuracy clean
 
 demo: $(READY)  ## train two small models side by side and write runs/demo/report.html
 	$(BIN)/mgk demo
@@ -21,6 +21,11 @@ $(READY): pyproject.toml constraints.txt
 test: $(READY)  ## the test suite, on two cores; the fused kernels in Triton's interpreter
 	$(BIN)/pytest -n 2 -m "not gpu and not slow" --ignore tests/ops/triton
 	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 -m "not gpu and not slow" tests/ops/triton
+
+newest:  ## the first half of the suite with the newest libraries that pip finds, in .venv-newest
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) --upgrade --editable '.[dev]' 'numpy<2.4'
+	.venv-newest/bin/pytest -n 2 -m "not gpu and not slow" --ignore tests/ops/triton
 
 coverage: $(READY)  ## the first half of the suite with line coverage, which takes a third longer; at least 95 %
 	$(BIN)/pytest -n 2 -m "not gpu and not slow" --ignore tests/ops/triton --cov --cov-fail-under=95

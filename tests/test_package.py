@@ -83,6 +83,7 @@ COMMANDS = {
     r"python benchmarks/tiles\.py .*": "test_tiles_are_timed",
     r"python benchmarks/machine_code\.py .*": "test_one_kernel_has_the_machine_code_that_was_measured",
     r"python benchmarks/published_control\.py .*": "test_a_run_of_a_small_checkout",
+    r"python benchmarks/same_start\.py .*": "test_every_control_gets_its_run",
     r"python benchmarks/compile_everywhere\.py .*": "test_the_kernels_compile_for_another_architecture",
     r"python benchmarks/host_time\.py .*": "test_the_page_has_the_committed_host_times",
     r"python benchmarks/compile_ahead\.py": "test_kernels_are_compiled_ahead",
