@@ -142,7 +142,9 @@ def in_order(trainer: Trainer, orders: Sequence[NDArray[np.int64]]) -> Iterator[
 
 
 def read_curve(folder: Path) -> list[dict[str, Any]]:
-    """The curve of a run of ours, in the form of a control's."""
+    """The curve of a run of ours, in the form of a control's; empty if the run was stopped before its first line."""
+    if not (folder / METRICS).is_file():
+        return []
     lines = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
     return [
         {key: line[key] for key in ("kind", "step", "loss", "accuracy") if key in line}

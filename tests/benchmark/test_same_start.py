@@ -177,6 +177,11 @@ def test_a_run_that_is_stopped_goes_on(run, tmp_path):
     assert again["metrics"] == whole["metrics"]
 
 
+def test_a_run_that_is_stopped_before_its_first_line_has_an_empty_curve(run):
+    stopped = run("same_start", "--steps", "1", "--set", *OURS)
+    assert (stopped["complete"], stopped["steps"], stopped["curve"]) == (False, 1, [])
+
+
 def test_every_control_gets_its_run(run, tmp_path, monkeypatch):
     for heads in ("2", "3"):
         control = run("published_control", "--heads", heads, "--dropout", "0", "--seed", "1")
