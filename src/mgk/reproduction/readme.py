@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import mgk.recipes
 from mgk.reproduction import plateau, published_code
@@ -58,7 +59,7 @@ def results_text(pages: Sequence[Page], results: Results) -> str:
         f"The paper's tables and figures are made again from the runs in `results/`, each with a verdict on what the "
         f"paper says: [all pages]({PAGES}/README.md). Below: mean ± standard error over seeds."
     ]
-    lines = [line for recipe in mgk.recipes.names() if (line := _line(recipe, results)) is not None]
+    lines = [line for recipe in _shown_recipes(results) if (line := _line(recipe, results)) is not None]
     header = ("experiment", "test", *_COLUMNS)
     if lines:
         shown = [place for place in range(len(header)) if any(line[place] for line in lines)]
@@ -68,6 +69,35 @@ def results_text(pages: Sequence[Page], results: Results) -> str:
         parts.append("There are no results yet.")
     parts += _sentences(pages, results)
     return "\n\n".join(parts)
+
+
+def _shown_recipes(results: Results) -> list[str]:
+    """Return the recipes of the table.
+
+    A variant, such as a former choice of ours, has its place on the page ``fidelity``. Here it stands only while the
+    recipe itself has no runs, and then of all variants the one that differs least.
+    """
+    left_out: set[str] = set()
+    for comparison in published_code.fidelity()["comparisons"]:
+        recipe, variants = comparison["recipe"], comparison["variants"]
+        trained = [name for name in (recipe, *variants) if results.rows(name)]
+        shown = min(trained, key=lambda name: _count_differences(recipe, name), default=recipe)
+        left_out |= {recipe, *variants} - {shown}
+    return [name for name in mgk.recipes.names() if name not in left_out]
+
+
+def _count_differences(one: str, other: str) -> int:
+    first, second = (_leaves(bundled(name).values) for name in (one, other))
+    return sum(first.get(key) != second.get(key) for key in first.keys() | second.keys())
+
+
+def _leaves(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested values by names such as ``model.pooling``."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = {f"{key}.{name}": leaf for name, leaf in _leaves(value).items()} if isinstance(value, Mapping) else None
+        found |= {key: value} if inner is None else inner
+    return found
 
 
 def _line(recipe: str, results: Results) -> tuple[str, ...] | None:
@@ -167,7 +197,7 @@ def _sentences(pages: Sequence[Page], results: Results) -> list[str]:
 def _missed(results: Results) -> list[str]:
     """Return the rows whose number differs significantly from the paper's."""
     found = []
-    for recipe in mgk.recipes.names():
+    for recipe in _shown_recipes(results):
         shown = metric(OURS.get(recipe, _METRICS[str(bundled(recipe).values.get("task"))]))
         own = []
         for row in results.rows(recipe):
