@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from reproduction_cases import (
+    config_of,
     write_analysis,
     write_benchmark,
     write_curve,
@@ -16,6 +17,7 @@ from reproduction_cases import (
 from mgk.cli import main
 from mgk.reproduction.metrics import METRICS, metric
 from mgk.reproduction.results import read_results, run_name
+from mgk.training import result
 
 ACCURACY = metric("test_accuracy")
 
@@ -35,6 +37,34 @@ def test_accuracies_are_percent_by_seed(tmp_path):
     assert found.values("lra/text", "softmax-2", ACCURACY) == {0: 65.0, 3: 64.0}
     assert found.rows("lra/text") == ["softmax-2+qk_norm", "softmax-2"]
     assert found.trained("lra/text", "softmax-2") == {0, 3}
+
+
+def test_a_copy_under_another_seed_counts_once(tmp_path):
+    """The same loss to the last digit is no other run, and two of it would make the spread between seeds too small."""
+    path = write_run(tmp_path, "lra/text", "softmax-2", 0, accuracy=0.65)
+    write_curve(tmp_path, "lra/text", "softmax-2", 2)
+    content = json.loads(path.read_text())
+    copy = {**content, "seed": 2, **config_of("lra/text", "softmax-2", 2)}
+    result.write(tmp_path / "lra" / "text" / "softmax-2-seed-2.json", copy)
+    write_run(tmp_path, "lra/text", "softmax-2", 1, accuracy=0.65)
+    found = read_results(tmp_path)
+    assert list(found.values("lra/text", "softmax-2", ACCURACY)) == [0, 1]
+    assert found.curves("lra/text", "softmax-2") == {}
+    assert found.notes == (
+        "lra/text/softmax-2-seed-2.json is set aside: all its numbers are those of lra-text-softmax-2-seed-0",
+    )
+
+
+def test_a_curve_or_an_analysis_without_its_run_is_no_number(tmp_path):
+    """A claim about accuracy throughout training must not count a run that has not ended, or of other settings."""
+    row = ("lra/retrieval", "mgk-1")
+    for seed in (0, 1):
+        write_curve(tmp_path, *row, seed)
+        write_analysis(tmp_path, *row, seed)
+    write_run(tmp_path, *row, 1, accuracy=0.8)
+    found = read_results(tmp_path)
+    for name in ("mean_valid_accuracy", "rank_layer_1"):
+        assert list(found.values(*row, metric(name))) == [1]
 
 
 def test_an_evaluation_stands_in_for_a_run_that_is_not_here(tmp_path):

@@ -60,6 +60,23 @@ def test_by_hand():
     assert found[-1].interval() == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("count", range(2, 41, 2))
+def test_the_median_of_an_even_number_is_where_half_have_left(count):
+    """The product of 23/24, 22/23, ... 12/13 is a little more than a half in floating point."""
+    assert median([(step, True) for step in range(1, count + 1)]).time == count / 2
+
+
+def test_the_least_p_that_so_many_runs_can_have():
+    """Where both groups are equally large, each way of sharing out has a mirror image as far from 0."""
+    early, late = [(1, True), (2, True), (3, True)], [(4, True), (5, True), (6, True)]
+    assert log_rank([(early, late)]).p == log_rank([(early, late)]).least == pytest.approx(2 / 20)
+    assert log_rank([(early, late)] * 2).least == pytest.approx(2 / 400)
+    assert log_rank([(early[:2], late)]).p == log_rank([(early[:2], late)]).least == pytest.approx(1 / 10)
+    assert log_rank([(TREATED, CONTROLS)]).least == 0
+    units = [[{"a": run} for run in group] for group in (early, late)]
+    assert log_rank_of_units(*units).least == pytest.approx(2 / 20)
+
+
 def test_runs_that_never_leave():
     stayed = [(5000, False)] * 5
     assert kaplan_meier(stayed) == []

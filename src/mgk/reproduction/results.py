@@ -157,6 +157,9 @@ class Results:
         return sorted(seeds | self.curves(recipe, row).keys() | self.analysis(recipe, row).keys())
 
     def _value(self, key: Key, metric: Metric) -> float | None:
+        if metric.source in ("analysis", "curve") and key not in self.runs:
+            # Nobody knows with which configuration it was trained, nor whether it has ended.
+            return None
         if metric.source == "analysis":
             content = self.analyses.get(run_name(*key))
             return None if content is None else numbers.value(content, metric)
@@ -190,6 +193,10 @@ def read_results(folder: Path) -> Results:
         key = None if recipe is None else (recipe, content["row"], content["seed"])
         if key in runs:
             notes.append(f"{path.relative_to(folder)} is set aside: there is another result of {run_name(*key)}")
+            key = None
+        elif key is not None and (other := _copied_from(content, key, runs)) is not None:
+            # Counted twice it would make the spread between seeds smaller than it is.
+            notes.append(f"{path.relative_to(folder)} is set aside: all its numbers are those of {run_name(*other)}")
             key = None
         elif key is not None:
             runs[key] = content
@@ -226,6 +233,14 @@ def read_results(folder: Path) -> Results:
         right=_read_items(runs, evaluations),
         notes=(*notes, *_corpora(runs)),
     )
+
+
+def _copied_from(content: Mapping[str, Any], key: Key, runs: Mapping[Key, Mapping[str, Any]]) -> Key | None:
+    """Return the run of the same row whose metrics are the same to the last digit of a loss; ``None`` if none is."""
+    metrics = content["metrics"]
+    if not any("loss" in found for found in metrics.values() if isinstance(found, Mapping)):
+        return None
+    return next((other for other, found in runs.items() if other[:2] == key[:2] and found["metrics"] == metrics), None)
 
 
 def _renamed(files: Mapping[str, T], names: Mapping[str, str | None]) -> dict[str, T]:

@@ -28,6 +28,8 @@ DRAWS = 20_000
 """Ways of sharing out the runs that a test for trend draws at random."""
 _ROUNDED = 9
 """Decimals to which sums of scores are rounded before they are compared."""
+_HALF = 0.5 + 1e-9
+"""At most a half, where 23/24 x 22/23 x ... x 12/13 is a little more in floating point."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,8 @@ class LogRank:
     """Two-sided p value."""
     is_exact: bool
     """Whether p is the exact permutation p value; otherwise it is that of chi-square with one degree of freedom."""
+    least: float
+    """The smallest p value that so many runs could have had, whatever they did; 0 if p is not exact."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +113,9 @@ def median(runs: Sequence[Run]) -> Median:
     # Where the curve has reached 0 it has no interval, and sets no upper limit.
     inner = [point for point in points if point.survival > 0]
     return Median(
-        time=next((point.time for point in points if point.survival <= 0.5), None),
-        low=next((point.time for point in points if point.interval()[0] <= 0.5), None),
-        high=next((point.time for point in inner if point.interval()[1] <= 0.5), None),
+        time=next((point.time for point in points if point.survival <= _HALF), None),
+        low=next((point.time for point in points if point.interval()[0] <= _HALF), None),
+        high=next((point.time for point in inner if point.interval()[1] <= _HALF), None),
     )
 
 
@@ -136,12 +140,15 @@ def log_rank(strata: Sequence[tuple[Sequence[Run], Sequence[Run]]]) -> LogRank:
         scores.append((_scores([*first, *second]), len(first)))
     if not scores:
         raise ValueError("a log-rank test needs at least one stratum, got none")
+    least = _least_p([(len(first), len(second)) for first, second in strata])
     if variance == 0:
-        return LogRank(excess=excess, variance=0.0, chi_square=0.0, p=1.0, is_exact=True)
+        return LogRank(excess=excess, variance=0.0, chi_square=0.0, p=1.0, is_exact=True, least=least)
     chi_square = excess**2 / variance
     exact = _permutation_p(scores, abs(excess))
-    p = math.erfc(math.sqrt(chi_square / 2)) if exact is None else exact
-    return LogRank(excess=excess, variance=variance, chi_square=chi_square, p=p, is_exact=exact is not None)
+    if exact is None:
+        p = math.erfc(math.sqrt(chi_square / 2))
+        return LogRank(excess=excess, variance=variance, chi_square=chi_square, p=p, is_exact=False, least=0.0)
+    return LogRank(excess=excess, variance=variance, chi_square=chi_square, p=exact, is_exact=True, least=least)
 
 
 def log_rank_of_units(first: Sequence[Mapping[T, Run]], second: Sequence[Mapping[T, Run]]) -> LogRank:
@@ -167,7 +174,9 @@ def log_rank_of_units(first: Sequence[Mapping[T, Run]], second: Sequence[Mapping
         places = [place for place, unit in enumerate((*first, *second)) if stratum in unit]
         sums[places] += _scores([(*first, *second)[place][stratum] for place in places])
     exact = _permutation_p([(sums, len(first))], abs(apart.excess))
-    return apart if exact is None else dataclasses.replace(apart, p=exact, is_exact=True)
+    if exact is None:
+        return apart
+    return dataclasses.replace(apart, p=exact, is_exact=True, least=_least_p([(len(first), len(second))]))
 
 
 def log_rank_trend(strata: Sequence[Sequence[Sequence[Run]]], draws: int = DRAWS) -> Trend:
@@ -238,6 +247,15 @@ def _scores(runs: Sequence[Run]) -> NDArray[np.float64]:
             hazard += events / sum(other >= when for other, _ in runs)
         found.append(happened - hazard)
     return np.array(found)
+
+
+def _least_p(sizes: Sequence[tuple[int, int]]) -> float:
+    """Return the share of the one way, or two, in which groups of these sizes are farthest apart.
+
+    If the groups are equally large, the opposite of each way is as far from 0 on the other side.
+    """
+    ways = math.prod(math.comb(first + second, first) for first, second in sizes)
+    return (2 if all(first == second for first, second in sizes) else 1) / ways
 
 
 def _permutation_p(scores: Sequence[tuple[NDArray[np.float64], int]], observed: float) -> float | None:
