@@ -18,10 +18,13 @@ PAIRS = 32
 VARIANTS = ("mgk", "mgk-hard", "mgk-em", "smgk", "smgk-hard", "smgk-em")
 
 _BLIND = (
-    "Counted: every matrix product, 2 m n k each, and nothing else. The paper used fvcore, which counts a product as "
-    "m n k, and does not know the distances that its language models are made of."
+    "We count every matrix product, with 2 m n k operations each, and nothing else. The paper used fvcore, which "
+    "counts a product as m n k and does not know the distances that its language models are made of."
 )
-_TRAINING = "Training is three times forward: each product has two in the backward pass. The paper does not define it."
+_TRAINING = (
+    "Training costs three times a forward pass, since each product has two in the backward pass. The paper does not "
+    "define it."
+)
 
 
 def ratio_page(name: str, folder: Path) -> Page:
@@ -64,8 +67,9 @@ def ratio_page(name: str, folder: Path) -> Page:
         title=f"Cost of {mixture}-4 over {baseline}-8 in the WikiText-103 language model",
         text=(
             "A head is D / 8 wide in both models, and the feed-forward layer stays 2048 wide, as in both published "
-            "sizes; batch 1. What the adaptive softmax costs depends on the words that occur: without it, and with the "
-            f"output over the whole vocabulary. {_TRAINING} So the ratio is the same for both, and has one panel.",
+            "sizes; the batch is 1. The cost of the adaptive softmax depends on the words that occur. So one table "
+            "leaves the output out, and one has an output over the whole vocabulary. "
+            f"{_TRAINING} So the ratio of training is that of inference, and has no panel of its own.",
             _BLIND,
         ),
         grids=tuple(grids),
@@ -104,7 +108,8 @@ def heads_page(name: str, folder: Path) -> Page:
         name=name,
         title=f"{what} over the number of heads, Retrieval",
         text=(
-            f"Both documents, {batch}, 4096 tokens each. Heads are 32 wide. " + (_TRAINING if is_training else ""),
+            f"We count both documents, {batch}, of 4096 tokens each. Heads are 32 wide."
+            + (f" {_TRAINING}" if is_training else ""),
             _BLIND,
         ),
         grids=tuple(grids),
@@ -169,13 +174,14 @@ def variants_page(name: str, folder: Path) -> Page:
         name=name,
         title=f"{what} by way of learning, Retrieval",
         text=(
-            f"Both documents, {batch}, 4096 tokens each, one head of 32 as in Table 5; softmax with two. "
-            "Shifted keys share one product of queries and keys, which the paper's code has once for each component. "
-            "The sums that EM takes over the responsibilities are no matrix products, and are not counted. "
-            + (_TRAINING if is_training else ""),
+            f"We count both documents, {batch}, of 4096 tokens each. The models have one head of 32 as in Table 5, "
+            "softmax has two. Shifted keys share one product of queries and keys, which the paper's code has once for "
+            "each component. The sums that EM takes over the responsibilities are no matrix products, so they are "
+            "not counted."
+            + (f" {_TRAINING}" if is_training else ""),
             _BLIND,
         ),
-        grids=(Grid(title="", header=("row", "parameters", "FLOPs", "over softmax-2"), lines=lines),),
+        grids=(Grid(title="", header=("row", "parameters", "FLOPs", "times softmax-2"), lines=lines),),
         pictures=(picture,),
         statements=tuple(statements),
         numbers=len(lines),
@@ -292,8 +298,8 @@ def _heads_grid(
                 line += [f"{cost.parameters:,}", f"{cost.parameters / full.parameters:.3f}"]
             lines.append(tuple(line))
         assert heads == costs[baseline][index].heads
-    header = ["row", unit, f"over {baseline}"]
-    header += ["parameters", f"over {baseline}"] if with_parameters else []
+    header = ["row", unit, f"times {baseline}"]
+    header += ["parameters", f"times {baseline}"] if with_parameters else []
     return Grid(title=f"{baseline.capitalize()} and its mixtures", header=tuple(header), lines=tuple(lines))
 
 

@@ -78,8 +78,8 @@ def write_index(pages: Sequence[Page], results: Results, folder: Path) -> Path:
         header(ALL),
         "# Results",
         "Every table and figure of the paper, made again from `results/`: the paper's number beside ours, mean ± "
-        "standard error over seeds, and a verdict on each claim. How to read them and how to make what is missing: "
-        "[reproduction](../reproduction.md).",
+        "standard error over seeds, and a verdict on each claim. [Reproducing the paper](../reproduction.md) explains "
+        "how to read the pages and how to make what is missing.",
         markdown_table(Grid(title="", header=("page", "what", "state", "claims"), lines=lines)),
     ]
     if results.notes:

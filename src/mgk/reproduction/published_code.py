@@ -7,7 +7,6 @@ which a run leaves the plateau does.
 from __future__ import annotations
 
 import functools
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -87,7 +86,7 @@ def grid(controls: Sequence[Control], results: Results) -> Grid:
                 left = escapes(results, setting.recipe, setting.row, threshold) if values else ("", "")
                 name = f"{setting.recipe}, {setting.row}"
                 lines.append((name, *shown, ", ".join(map(str, values)), accuracy, *left))
-    header = ("code", "heads", "dropout", "seeds", ACCURACY.title, "left the plateau", "at step")
+    header = ("code", "heads", "dropout", "seeds", ACCURACY.title, "left the plateau", "at steps")
     return Grid(title=fidelity()["control"]["title"], header=header, lines=tuple(lines))
 
 
@@ -142,11 +141,16 @@ def sentences(controls: Sequence[Control], results: Results) -> tuple[str, ...]:
             for whose, runs, seeds in zip(("the published code", "ours"), compared.runs, compared.seeds, strict=True)
         )
         test = (
-            f"log-rank test with a stratum for each number of heads and dropout, {theirs} and {ours}, whole seeds "
-            f"shared out, {'exact ' if found.is_exact else ''}p {show_p(found.p)}{_least(compared)}"
+            f"log-rank test with a stratum for each number of heads and dropout, {theirs} and {ours}; it shares out "
+            f"whole seeds, since runs of one seed have the same batches; {'exact ' if found.is_exact else ''}p "
+            f"{show_p(found.p)}{_least(compared)}"
         )
         if found.p >= LEVEL:
-            said.append(f"The runs do not show that the published code, or ours with {name}, leaves earlier ({test}).")
+            decided = "There are not yet enough seeds to say" if found.least >= LEVEL else "The runs do not show"
+            said.append(
+                f"{decided} whether the published code leaves the plateau earlier than ours with {name}, or later "
+                f"({test})."
+            )
         elif found.excess > 0:
             said.append(f"**The published code leaves the plateau earlier than ours with {name}** ({test}).")
         else:
@@ -156,9 +160,8 @@ def sentences(controls: Sequence[Control], results: Results) -> tuple[str, ...]:
 
 def _least(compared: Comparison) -> str:
     """Say so if no result with as many seeds could have had a smaller p."""
-    least = 1 / math.comb(sum(compared.seeds), compared.seeds[0])
-    is_least = compared.test.is_exact and compared.test.p < 1.5 * least
-    return ", the smallest that so few seeds allow" if is_least and least > LEVEL else ""
+    test = compared.test
+    return ", the smallest that so few seeds allow" if test.p < 1.5 * test.least and test.least >= LEVEL else ""
 
 
 def fingerprints(results: Results) -> set[str]:

@@ -17,7 +17,7 @@ from mgk.reproduction.claims import LEVEL, MINIMUM_SEEDS, claims, judge, show_p
 from mgk.reproduction.metrics import metric
 from mgk.reproduction.missing import Need, find_missing
 from mgk.reproduction.page import Grid, Page, by_sentence, summary
-from mgk.reproduction.plateau import Answer, Question
+from mgk.reproduction.plateau import Question
 from mgk.reproduction.recipe import bundled, home
 from mgk.reproduction.results import Results
 from mgk.reproduction.shift_measurements import (
@@ -45,9 +45,6 @@ BESIDE = ("lra/listops-mean-over-tokens", "lra/listops-mean-over-tokens-dropout-
 """Recipes without some dropout, which have been run more: shifts of 1, and none."""
 EARLY = (500, 1000)
 """Steps of enwik8 at which the bits are shown."""
-OUTCOMES = {
-    "holds": "It holds that", "does not hold": "The contrary holds of this, that", "not shown": "It is not shown that",
-}  # fmt: skip
 WITHOUT_SHIFT = "the same constant, as a bias of the queries, makes the dot product leave earlier"
 ACCURACY_CURVE, LOSS_CURVE = metric("mean_valid_accuracy"), metric("mean_valid_loss")
 BITS = metric("test_bits_per_token")
@@ -136,6 +133,7 @@ def shift_page(results: Results, folder: Path, seeds: int) -> Page:
                 },
             ),
             *((enwik8,) if enwik8 is not None else ()),
+            *((_ratio_grid(gradients),) if gradients.runs else ()),
             *(_gradient_grid(gradients, layer) for layer in (1, 2) if gradients.runs),
             *_short_grids(short, lists, heads),
         ),
@@ -149,48 +147,40 @@ def shift_page(results: Results, folder: Path, seeds: int) -> Page:
 
 
 QUESTION = (
-    "On ListOps smgk leaves the plateau of the largest class two to four times earlier than softmax, and mgk does not "
-    "([plateau](plateau.md)). A mixture of shifted keys has three parts that softmax has not: the distance, a constant "
-    "that is the same for every key, and the mixture. Which of them does it?"
+    "On ListOps smgk leaves the plateau of the largest class earlier than softmax, and mgk is not shown to "
+    "([plateau](plateau.md)). A mixture of shifted keys has three parts that softmax lacks: a distance in place of the "
+    "dot product, a constant that is the same for every key, and the mixture. This page asks which of them does it."
 )
 NOT_SHOWN = (
-    "**What this page does not show.** ListOps is one task, on which the outermost operator, always the first token, "
-    "is all that any row learns: a weight of keys that all queries share is what it asks for, and a task that asks for "
-    "something else may have no use for it. A run that leaves early ends no higher than one that leaves late. "
-    "Gradients before the "
-    "first step say in which direction and how surely a model starts, not where it arrives. The short lists are "
-    "a proxy: in lists of the task one token of a thousand matters and not one of 75, and rows that are alike there "
-    "may "
-    "differ here, or the other way round. A dot product with the whole factor of two shifts cannot be written with the "
-    "options of the library; the bias of the queries is its case of one shift."
+    "**What this page does not show.** ListOps is one task, and the outermost operator, which is always the first "
+    "token, is all that any row learns of it. The task asks for a weight of the keys that all queries share; a task "
+    "that asks for something else may have no use for such a weight. A run that leaves early ends no higher than one "
+    "that leaves late. Gradients before the first step say in which direction and how reliably a model starts, not "
+    "where it arrives. The short lists are a proxy: in the lists of the task one token of a thousand matters, in these "
+    "one of 75, so rows that are alike here may differ there, and the other way round. The options of the library "
+    "cannot give a dot product the whole factor of two shifts; a bias of the queries is its case of one shift."
 )
 THEORY = (
-    "**What one shift is.** With one shift for all keys the logit is "
-    r"$-|q - k - b|^2 / 2\sigma^2 = -|(q - b) - k|^2 / 2\sigma^2$: the shift is a constant that is taken from every "
-    r"query. "
-    r"But for what is the same for all keys this is $(q - b) \cdot k / \sigma^2 - |k|^2 / 2\sigma^2$: every key has a "
-    r"weight $-b \cdot k / \sigma^2$ that does not depend on who asks, and that is linear in the key. Under a dot "
-    r"product "
-    r"$q \cdot (k + b)$ the shift itself cancels (softmax-smgk is softmax), but a bias of the queries gives the same "
-    r"weight.",
-    r"**What several are.** To second order in $q - k$ the logits of M shifts are those of one Gaussian with the "
-    r"constant "
-    r"$\bar b = \sum_r \rho_r b_r$, where $\rho_r$ is proportional to $\pi_r e^{-|b_r|^2 / 2\sigma^2}$, and with "
-    r"$I - C / \sigma^2$ between query and key in place of $I$, where C is the covariance of the shifts under "
-    r"$\rho$, of rank M - 1. Shifts that start at 0 are one component for ever, since they and their priors "
-    "get equal gradients: that row is one Gaussian whose bias of the keys learns faster.",
-    r"**What that does to gradients.** With the key the logit changes by $(q - k - b) / \sigma^2$, under a dot product "
-    r"by "
-    r"$q / \sigma^2$. Where all queries ask for the same key, the sum over them keeps the mean of the queries and the "
-    "constant; the rest averages out. The mean of the queries is small before it is learned, and the gradient of "
-    r"$W_k$ vanishes with $W_q$ and the other way round: 0 is a saddle. The constant is there at once, with a length "
-    r"of $s \sqrt{D / M}$ for M shifts of standard deviation s. The distance alone adds $-k$, which makes keys shorter "
-    r"or "
-    r"longer and turns none. With entries of q and k of variance 1/3, as torch starts them, and $\sigma^2 = \sqrt D$, "
-    r"the "
-    r"logits of a query have over its keys the variance 1/9 for a dot product, 1/18 more for a distance, and $s^2 / "
-    r"3M$ "
-    "more for the shifts, whatever D is. The table has this beside what was measured.",
+    "**What one shift is.** With one shift b for all keys the logit is "
+    r"$-|q - k - b|^2 / 2\sigma^2 = -|(q - b) - k|^2 / 2\sigma^2$, so the shift is a constant that is subtracted from "
+    r"every query. Up to a term that is the same for all keys this is "
+    r"$(q - b) \cdot k / \sigma^2 - |k|^2 / 2\sigma^2$: every key has a weight $-b \cdot k / \sigma^2$ that does not "
+    r"depend on the query and is linear in the key. Under a dot product $q \cdot (k + b)$ the shift itself cancels "
+    r"(softmax-smgk is softmax), but a bias of the queries gives the same weight.",
+    r"**What several shifts are.** To second order in $q - k$ the logits of M shifts are those of one Gaussian with "
+    r"two changes. It has the constant $\bar b = \sum_r \rho_r b_r$, where $\rho_r$ is proportional to "
+    r"$\pi_r e^{-|b_r|^2 / 2\sigma^2}$. And it has $I - C / \sigma^2$ in place of $I$ between query and key, where C "
+    r"is the covariance of the shifts under $\rho$, of rank M - 1. Shifts that start at 0 stay one component, since "
+    "they and their priors get equal gradients: that row is one Gaussian whose bias of the keys learns faster.",
+    r"**What that does to gradients.** The derivative of the logit with respect to the key is $(q - k - b) / "
+    r"\sigma^2$, and $q / \sigma^2$ under a dot product. Where all queries ask for the same key, their sum keeps the "
+    r"mean of the queries and the constant, and the rest averages out. The mean of the queries is small before it is "
+    r"learned, and the gradient of $W_k$ vanishes with $W_q$ and that of $W_q$ with $W_k$: 0 is a saddle point. The "
+    r"constant is there from the start, with a length of $s \sqrt{D / M}$ for M shifts of standard deviation s. The "
+    r"distance alone adds $-k$, which makes keys shorter or longer and turns none. Torch starts entries of q and k "
+    r"with the variance 1/3, and $\sigma^2 = \sqrt D$. Then the logits of a query have over its keys the variance 1/9 "
+    r"for a dot product, 1/18 more for a distance, and $s^2 / 3M$ more for the shifts, whatever D is. A table below "
+    "shows this (derived) beside what was measured.",
 )
 
 
@@ -213,46 +203,27 @@ def _needs(seeds: int) -> list[Need]:
 # Verdicts.
 
 
-def _left(rows: Mapping[str, Sequence[Run]]) -> str:
-    runs = [run for own in rows.values() for run in own]
-    return f"{sum(left for _, left in runs)} of {len(runs)} runs left the plateau"
-
-
-def _told(answers: Sequence[Answer]) -> list[str]:
-    """What the tests say, a sentence for each kind of outcome."""
-    found = {each.question.what: each for each in answers}
-    said = []
-    for outcome, begin in OUTCOMES.items():
-        own = [f"{what} (p {show_p(each.p)})" for what, each in found.items() if each.outcome == outcome]
-        if own:
-            said.append(f"{begin} {'; that '.join(own)}.")
-    return said
-
-
 def _premise(recipe: str, rows: Mapping[str, Sequence[Run]]) -> str:
-    said = _told(plateau.answer(rows, premises(HEADS)))
-    return " ".join([f"**{recipe}** ({_left(rows)}).", *(said or ["Not yet enough runs to test the premise."])])
+    answers = plateau.answer(rows, premises(HEADS))
+    return " ".join([f"**{recipe}** ({plateau.left(rows)}).", *plateau.said(answers)])
 
 
 def _verdict(start: str, rows: Mapping[str, Sequence[Run]], heads: Sequence[int]) -> str:
     """What holds of the questions, what does not, and what nobody knows yet."""
     answers = plateau.answer(rows, questions(heads))
-    waiting = [each for each in answers if each.together is None]
     trend = _trend(rows, heads)
-    if len(waiting) == len(answers) and trend is None:
-        return f"**{start}:** open. None of the {len(answers)} questions about its parts has runs enough yet."
-    parts = [f"**{start}** ({_left(rows)}):", *_told(answers)]
+    if trend is None and all(each.outcome == plateau.WAITING for each in answers):
+        return f"**{start}:** open. None of the {len(answers)} questions about the parts has enough runs yet."
+    parts = [f"**{start}** ({plateau.left(rows)}).", *plateau.said(answers)]
     if any(each.question.what == WITHOUT_SHIFT and each.outcome == "holds" for each in answers):
-        parts.append("So plain softmax can have this here for nothing, by biases of the queries that start larger.")
+        parts.append("So plain softmax can have this part at no cost, by biases of the queries that start larger.")
     sizes = ", ".join(f"{size:g}" for size in SIZES)
     if trend is None:
-        parts.append(f"There are not yet runs enough of each size of the shifts ({sizes}) for a test for trend.")
+        parts.append(f"There are not yet enough runs for a test for trend over the sizes of the shifts ({sizes}).")
     else:
-        said = f"the larger the shifts start, the {'earlier' if trend.z > 0 else 'later'} a run leaves"
-        said = said if trend.p < LEVEL else "no trend is shown"
-        parts.append(f"Over shifts of {sizes}: {said} (z {trend.z:+.2f}, p {show_p(trend.p)}).")
-    if waiting:
-        parts.append(f"Not yet enough runs to say whether {'; or whether '.join(w.question.what for w in waiting)}.")
+        found = f"the larger the shifts start, the {'earlier' if trend.z > 0 else 'later'} a run leaves"
+        found = found if trend.p < LEVEL else "no trend is shown"
+        parts.append(f"Over shifts that start at {sizes}, {found} (z {trend.z:+.2f}, p {show_p(trend.p)}).")
     return " ".join(parts)
 
 
@@ -265,33 +236,17 @@ def _trend(rows: Mapping[str, Sequence[Run]], heads: Sequence[int]) -> Trend | N
 
 def _verdict_on_enwik8(verdicts: Sequence[Any]) -> str:
     said = [f"{sentence.removesuffix('.')}: {summary(found)}" for (sentence, _), found in by_sentence(verdicts).items()]
-    return f"**enwik8**, bits per byte of the test set. {'. '.join(said)}."
+    return f"**enwik8**, by bits per byte of the test set. {'. '.join(said)}."
 
 
 def _gradients_in_words(found: Measurement) -> str:
-    """Against softmax, in the first layer, where most of it is."""
-    heads = found.options["heads"]
-    shown = [row.format(heads) for row in ("gaussian-{}", "smgk-{}", "smgk-{}+num_components=1")]
-    shown += [row.format(heads) for row in ("softmax-{}+query_bias_init_std=1", "mgk-{}")]
-
-    def times(row: str, name: str) -> str:
-        own, softmax = (found.values(each, 1, name) for each in (row, f"softmax-{heads}"))
-        return f"{mean(own) / mean(softmax):.1f}" if own and softmax else "?"
-
-    said = [
-        f"{times(row, 'k_proj_gradient')}, {times(row, 'k_proj_step')} and {times(row, 'q_proj_step')} for {row}"
-        for row in shown
-    ]
-    in_common = [
-        show_measured(found.values(row, 1, "k_proj_in_common")) for row in (f"softmax-{heads}", f"smgk-{heads}")
-    ]
+    softmax, smgk = (f"{kind}-{found.options['heads']}" for kind in ("softmax", "smgk"))
+    in_common = [show_measured(found.values(row, 1, "k_proj_in_common")) for row in (softmax, smgk)]
     return (
-        f"**Before the first step**, in layer 1, against softmax-{heads}: the gradient of $W_k$, how far a step of "
-        f"$W_k$ "
-        f"moves the logits, and how far a step of $W_q$ does, are {'; '.join(said)} times as large. What two batches "
-        f"share of the gradient of $W_k$ is {in_common[0]} for softmax-{heads} and {in_common[1]} for smgk-{heads}. "
-        f"Adam "
-        "divides the size of a gradient out, so it is the step that counts, and what batches have in common."
+        "**Before the first step.** A table below compares gradients and steps of the first layer with those of "
+        f"{softmax}. Adam divides the size of a gradient out, so what counts is how far a step moves the logits, and "
+        "how much of the gradient two batches have in common. Of the gradient of $W_k$ that is a share of "
+        f"{in_common[0]} for {softmax} and {in_common[1]} for {smgk}."
     )
 
 
@@ -299,8 +254,6 @@ def _gradients_in_words(found: Measurement) -> str:
 
 
 def _line(*start: str, runs: Sequence[Run]) -> tuple[str, ...]:
-    if not runs:
-        return (*start, "", "", "", "not run yet")
     left = sorted(int(step) for step, has_left in runs if has_left)
     half = median(runs).time
     return (
@@ -309,13 +262,13 @@ def _line(*start: str, runs: Sequence[Run]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-_OF_RUNS = ("runs", "left", "median step", "at step")
+_OF_RUNS = ("runs", "of which left", "median step", "steps at which they left")
 
 
 def _listops_grid(
     results: Results, own: Mapping[str, Sequence[Run]], beside: Mapping[str, Mapping[str, Sequence[Run]]]
 ) -> Grid:
-    lines = []
+    shown: list[tuple[str, str, str, Sequence[Run]]] = []
     for heads in HEADS:
         rows = [f"softmax-{heads}", f"mgk-{heads}", f"gaussian-{heads}", *(sized(size, heads) for size in SIZES)]
         rows += [
@@ -323,14 +276,20 @@ def _listops_grid(
         ]
         for row in rows:
             recipe = home(LISTOPS, row) if row in bundled(LISTOPS).rows else "lra/listops"
-            lines.append(_line(recipe, row, _start(row), runs=own.get(row, ())))
+            shown.append((recipe, row, _start(row), own.get(row, ())))
         for recipe, size in OTHER_STARTS.items():
-            runs = plateau.escapes(results, recipe).get(f"smgk-{heads}", ())
-            lines.append(_line(recipe, f"smgk-{heads}", size, runs=runs))
+            row = f"smgk-{heads}"
+            shown.append((recipe, row, size, plateau.escapes(results, recipe).get(row, ())))
+    lines = [_line(recipe, row, start, runs=runs) for recipe, row, start, runs in shown if runs]
     for recipe, found in beside.items():
         for row in (f"{kind}-{heads}" for heads in HEADS for kind in ("softmax", "mgk", "smgk")):
             if row in found:
                 lines.append(_line(recipe, row, _start(row), runs=found[row]))
+    absent: dict[str, list[str]] = {}
+    for recipe, row, _, runs in shown:
+        if not runs:
+            absent.setdefault(recipe, []).append(row)
+    lines += [(recipe, ", ".join(rows), "", "", "", "", "not run yet") for recipe, rows in absent.items()]
     header = ("recipe", "row", "shifts start at", *_OF_RUNS)
     return Grid(title="ListOps: leaving the plateau", header=header, lines=tuple(lines))
 
@@ -357,7 +316,7 @@ def _test_grid(title: str, asked: Mapping[str, tuple[Mapping[str, Sequence[Run]]
                     show_p(each.p) + ("" if each.together.is_exact else " (asymptotic)"),
                 )  # fmt: skip
             lines.append((recipe, each.question.what, pairs, *numbers, each.outcome))
-    header = ("recipe", "what is asked", "rows", "runs that left", "chi-square", "p, adjusted", "verdict")
+    header = ("recipe", "claim", "rows", "runs that left", "chi-square", "adjusted p", "verdict")
     return Grid(title=title, header=header, lines=tuple(lines))
 
 
@@ -399,10 +358,34 @@ def _gradient_grid(found: Measurement, layer: int) -> Grid:
             )
         )  # fmt: skip
     header = (
-        "row", "logits", "derived", "of the key alone", "gradient of W_k", "of W_q", "W_k, in common", "W_q, in common",
-        "a step of W_k", "a step of W_q",
+        "row", "spread of the logits", "derived", "share of the key alone", "gradient of W_k", "gradient of W_q",
+        "in common, W_k", "in common, W_q", "a step of W_k", "a step of W_q",
     )  # fmt: skip
     return Grid(title=f"Before the first step, layer {layer}", header=header, lines=tuple(lines))
+
+
+def _ratio_grid(found: Measurement) -> Grid:
+    """Of the first layer, where most of it is."""
+    heads = found.options["heads"]
+    rows = [kind.format(heads) for kind in ("gaussian-{}", "smgk-{}", "smgk-{}+num_components=1")]
+    rows += [kind.format(heads) for kind in ("softmax-{}+query_bias_init_std=1", "mgk-{}")]
+
+    def times(row: str, name: str) -> str:
+        own, softmax = (found.values(each, 1, name) for each in (row, f"softmax-{heads}"))
+        return f"{mean(own) / mean(softmax):.1f}x" if own and softmax else ""
+
+    return Grid(
+        title=f"Before the first step, layer 1, as multiples of softmax-{heads}",
+        header=(
+            "row",
+            "size of the gradient of W_k",
+            "how far a step of W_k moves the logits",
+            "how far one of W_q does",
+        ),
+        lines=tuple(
+            (row, *(times(row, name) for name in ("k_proj_gradient", "k_proj_step", "q_proj_step"))) for row in rows
+        ),
+    )
 
 
 def _short_grids(short: Measurement, lists: Mapping[str, Sequence[Run]], heads: Sequence[int]) -> tuple[Grid, ...]:
@@ -423,40 +406,35 @@ def _short_grids(short: Measurement, lists: Mapping[str, Sequence[Run]], heads: 
 
 def _notes(gradients: Measurement, short: Measurement) -> tuple[str, ...]:
     notes = [
-        "Steps, medians and tests are those of [plateau](plateau.md). The test for trend is Tarone's, a stratum for "
-        "each "
-        "number of heads, with the place of each size in their order; its p is that of runs shared out at random.",
-        "Rows of lra/listops-shifts that lra/listops has as well are the same runs. A row of smgk with "
-        "num_components=1 "
-        "is a Gaussian whose keys have one shift.",
+        "Steps, medians and tests are those of [plateau](plateau.md). The p of a question is adjusted over the two "
+        "premises or over the questions about the parts. The test for trend is Tarone's, with a stratum for each "
+        "number of heads and the place of each size in their order; its p comes from sharing out the runs at random.",
+        "Rows that both lra/listops-shifts and lra/listops have are the same runs. A row of smgk with num_components=1 "
+        "is one Gaussian whose keys have one shift.",
     ]
     if gradients.runs:
         options = gradients.options
         notes.append(
-            f"Before the first step: `{SCRIPT} gradients`, the model of {bundled(LISTOPS).title.partition(',')[0]} "
-            f"with "
-            f"{options['heads']} heads, {options['batches']} batches of {options['batch_size']} lists of "
-            f"{options['longer_than']} to {options['shorter_than']} tokens, {gradients.seeds} seeds, without dropout, "
-            "biases of the output at the logarithms of the shares of the classes. Logits: their standard deviation "
-            "over "
-            "the keys of a query; of the key alone: the share of their variance that is the same for all queries. "
-            "Gradient: the root of its mean square over batches. In common: the share of that which two different "
-            "batches share, their products over their squares; the estimate may be below 0. A step: "
-            f"how far the logits move, over keys, if every weight goes {options['step']:g} against the sign of its "
-            f"mean "
-            "gradient, as Adam's first step does."
+            f"Before the first step: `{SCRIPT} gradients` takes the model of "
+            f"{bundled(LISTOPS).title.partition(',')[0]} with {options['heads']} heads and without dropout, "
+            f"{options['batches']} batches of {options['batch_size']} lists of {options['longer_than']} to "
+            f"{options['shorter_than']} tokens, and {gradients.seeds} seeds. The biases of the output are the "
+            "logarithms of the shares of the classes. The spread of the logits is their standard deviation over the "
+            "keys of a query; the share of the key alone is the part of their variance that is the same for all "
+            "queries. The size of a gradient is the root of its mean square over batches. What two batches have in "
+            "common is their product over their squares; this estimate may be below 0. A step is how far the logits "
+            f"move, over keys, if every weight goes {options['step']:g} against the sign of its mean gradient, "
+            "as Adam's first step does."
         )
     if short.runs:
         options = short.options
         notes.append(
-            f"Short lists: `{SCRIPT} short-lists`, the same model with {options['heads']} head, batches of "
+            f"Short lists: `{SCRIPT} short-lists` trains the same model with {options['heads']} head, batches of "
             f"{options['batch_size']}, AdamW at {options['learning_rate']:g} after {options['warmup']} steps of "
-            f"warm-up, no "
-            f"dropout, {short.seeds} seeds of each row. A run has left when the accuracy over its last "
+            f"warm-up, no dropout, and {short.seeds} seeds of each row. A run has left when its accuracy over the last "
             f"{options['window']} steps, on lists that it had not seen, exceeds {100 * options['threshold']:.1f} %, "
-            f"half "
-            f"way between the largest class ({100 * options['largest_class']:.1f} %) and what the root operator says "
-            f"({100 * options['root_operator']:.1f} %)."
+            f"half way between the largest class ({100 * options['largest_class']:.1f} %) and what the root operator "
+            f"says ({100 * options['root_operator']:.1f} %)."
         )
     return tuple(notes)
 

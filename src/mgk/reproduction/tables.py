@@ -73,28 +73,29 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
     "T1": (
         "All ListOps numbers of the paper lie near what the outermost operator alone gives (36 %), and the 2,000 test "
         "samples alone give one run a standard error of 1.1 points.",
-        "How this training differs from the published code, and what each difference does: [fidelity](fidelity.md).",
+        "[Fidelity](fidelity.md) lists how this training differs from the published code, and what each difference "
+        "does.",
     ),
     "T2": (
         "The paper's code for these rows has no denominator, and mixes keys before the feature map, which is linear "
         "attention without a mixture. Ours is the formula of the paper. Its ListOps numbers are just above "
         "the share of the largest class (17 %).",
     ),
-    "T3": ("Perplexity of a window that slides by one word, the last position of each, as in the paper.",),
+    "T3": ("As in the paper, the perplexity is that of a window that slides by one word, at its last position.",),
     "T4": (
-        "Tokenised lower-case BLEU. WMT'14 runs from German to English here; the paper does not say which way it went, "
-        "so those numbers do not compare.",
+        "BLEU is that of tokenised text in lower case. We translate WMT'14 from German to English. The paper does not "
+        "say which way it went, so those numbers do not compare.",
     ),
     "T6": ("softmax-smgk-1 is softmax-1 exactly, since the shift cancels; the paper has 79.81 and 77.90 for the two.",),
     "T7": (
         "The paper's numbers are of attention that is not fused, in evaluation, on an A100. Ours are of the library's "
-        "fastest backend in bf16, softmax through the fastest stock kernel; time is that of an evaluation, memory the "
-        "peak of a training step beside the inputs.",
+        "fastest backend in bf16, and those of softmax are of the fastest stock kernel. The time is that of an "
+        "evaluation; the memory is the peak of a training step beside the inputs.",
     ),
-    "T8": ("Means over the heads of a layer; which component is called the first is arbitrary.",),
+    "T8": ("The numbers are means over the heads of a layer. Which component is called the first is arbitrary.",),
     "likelihood": (
-        "Without the constant of the Gaussian, with which 0.18 nats could not be reached. The paper does not state the "
-        "number of heads; 1, as in its Tables 6 and 8, is our reading.",
+        "The likelihood leaves out the constant of the Gaussian, with which 0.18 nats could not be reached. The paper "
+        "does not state the number of heads; we take 1, as in its Tables 6 and 8.",
     ),
 }
 
