@@ -101,7 +101,7 @@ EARLY, LATE = (1000, 1100, 1200, 1300, 1400), (2000, 2100, 2200, 3000, None)
         (
             (1000, 1500),
             (4000, 4000, 4000),
-            "There are not yet enough seeds to say ",
+            "There are too few seeds to say ",
             "0.100, the smallest that so few seeds allow",
         ),
         ((1000, 4000), (2000, 3000, 3500), "The runs do not show whether ", None),

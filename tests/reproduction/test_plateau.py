@@ -59,7 +59,7 @@ def test_questions(built):
     whole = tests["**smgk leaves earlier than softmax with twice as many heads, all heads together**"]
     assert whole[1] == "15 of 15 against 11 of 15"
     assert whole[3:] == ("< 0.001", "< 0.001", "holds")
-    assert tests["smgk leaves earlier than gaussian with as many heads"][-1] == "not yet enough runs"
+    assert tests["smgk leaves earlier than gaussian with as many heads"][-1] == "too few runs"
 
 
 def test_one_number_of_all_heads_together(built):
@@ -84,7 +84,7 @@ def test_the_sentence(built):
     second = "smgk leaves earlier than softmax with twice as many heads (p < 0.001)"
     assert f"The tests show that {first}, and that {second}." in said
     assert re.search(r"do not decide whether mgk leaves earlier than softmax with as many heads \(p 0\.\d+\), or", said)
-    assert "There are not yet enough runs to say whether smgk leaves earlier than gaussian with as many heads" in said
+    assert "There are too few runs to say whether smgk leaves earlier than gaussian with as many heads" in said
     assert "3 of 5 of mgk-2" in said
     assert "of smgk" not in said
 
@@ -96,10 +96,10 @@ def test_what_no_result_could_show_waits_for_runs(tmp_path):
     write_rows(tmp_path, "lra/listops", steps)
     page = pages.build("plateau", read_results(tmp_path), tmp_path / "pages", 5)
     tests = grid_of(page, "lra/listops, log-rank tests")
-    assert tests["mgk-4 earlier than softmax-4"][-1] == "not yet enough runs"
+    assert tests["mgk-4 earlier than softmax-4"][-1] == "too few runs"
     assert [line[-1] for name, line in tests.items() if name.startswith("**mgk") and "as many" in name] == ["holds"]
     one = plateau.answer({"mgk-4": [(1, True)] * 3, "softmax-4": [(2, True)] * 3}, plateau.questions("lra/listops"))
-    assert {each.outcome for each in one} == {"not yet enough runs"}
+    assert {each.outcome for each in one} == {"too few runs"}
 
 
 def test_what_is_slower_does_not_hold(tmp_path):

@@ -78,7 +78,7 @@ def test_what_is_said_is_what_was_tested(built):
         "Over shifts that start at 0, 0.1, 0.3, 1, 2, the larger the shifts start, the earlier a run leaves (z +"
         in said
     )
-    assert "not yet enough runs" not in said
+    assert "too few runs" not in said
     # By hand: both heads are strata of one test, its p times the questions that are not less surely decided.
     rows = shift.plateau.escapes(results, "lra/listops-shifts", load("lra/listops-shifts").rows)
     found = log_rank([(rows[f"smgk-{heads}+num_components=1"], rows[f"gaussian-{heads}"]) for heads in (4, 2)])
@@ -146,7 +146,7 @@ def test_a_trend_the_other_way_and_none():
     same = {row: [(1000 + 10 * seed, True) for seed in range(3)] for row in later}
     assert "no trend is shown" in shift._verdict("Here", same, (4,))
     del later["smgk-4+shift_init_std=2"]
-    assert "not yet enough runs for a test for trend" in shift._verdict("Here", later, (4,))
+    assert "too few runs for a test for trend" in shift._verdict("Here", later, (4,))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from mgk.reproduction.metrics import metric
 from mgk.reproduction.missing import Need, find_missing
 from mgk.reproduction.page import Grid, Page
 from mgk.reproduction.published_code import ACCURACY, NOT_RUN, escapes, fidelity
+from mgk.reproduction.recipe import bundled
 from mgk.reproduction.results import Results
 from mgk.reproduction.statistics import contrast, mean, show
 
@@ -104,10 +105,10 @@ def _differences(listed: Sequence[Mapping[str, Any]]) -> Grid:
 
 def _rows(recipe: str, comparison: Mapping[str, Any]) -> Sequence[str]:
     """Return the rows of a variant; for the recipe itself, the rows that any variant has."""
-    own = mgk.recipes.load(recipe).rows
+    own = bundled(recipe).rows
     if recipe != comparison["recipe"] or not comparison["variants"]:
         return own
-    compared = {row for variant in comparison["variants"] for row in mgk.recipes.load(variant).rows}
+    compared = {row for variant in comparison["variants"] for row in bundled(variant).rows}
     return [row for row in own if row in compared]
 
 

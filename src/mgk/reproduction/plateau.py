@@ -13,7 +13,7 @@ from pathlib import Path
 import mgk.recipes
 from mgk.reproduction import survival_curves
 from mgk.reproduction.claims import LEVEL, MINIMUM_SEEDS, show_p
-from mgk.reproduction.escape import step_of_escape
+from mgk.reproduction.escape import run_of
 from mgk.reproduction.metrics import metric
 from mgk.reproduction.missing import Need, find_missing
 from mgk.reproduction.page import Grid, Page
@@ -26,7 +26,7 @@ NAME = "plateau"
 THRESHOLD = 0.3
 """Between the largest class (17 to 19 %) and what the outermost operator gives (36 to 37 %)."""
 MAIN = "lra/listops"
-WAITING = "not yet enough runs"
+WAITING = "too few runs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,15 +133,11 @@ def escapes(results: Results, recipe: str, wanted: Sequence[str] | None = None) 
     """
     found: dict[str, list[Run]] = {}
     for row in results.rows(recipe) if wanted is None else wanted:
-        curves = {
-            seed: lines for seed, lines in results.curves(recipe, row).items() if seed in results.trained(recipe, row)
-        }
-        for lines in curves.values():
-            tried = [int(line["step"]) for line in lines if line.get("kind") == "valid" and line["step"] > 0]
-            if not tried:
-                continue
-            step = step_of_escape(lines, THRESHOLD)
-            found.setdefault(row, []).append((max(tried), False) if step is None else (step, True))
+        trained = results.trained(recipe, row)
+        for seed, lines in results.curves(recipe, row).items():
+            run = run_of(lines, THRESHOLD) if seed in trained else None
+            if run is not None:
+                found.setdefault(row, []).append(run)
     order = bundled(recipe).rows
     return dict(sorted(found.items(), key=lambda each: order.index(each[0]) if each[0] in order else len(order)))
 
@@ -183,7 +179,7 @@ def said(answers: Sequence[Answer]) -> list[str]:
     found = {
         "The tests show": clauses("holds", "that") + clauses("does not hold", "that", "later"),
         "The tests do not decide": clauses("not shown", "whether"),
-        "There are not yet enough runs to say": waiting,
+        "There are too few runs to say": waiting,
     }
     return [f"{start} {_listed(own)}." for start, own in found.items() if own]
 

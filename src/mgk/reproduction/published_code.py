@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mgk.recipes.recipe import FOLDER
-from mgk.reproduction.claims import show_p
+from mgk.reproduction.claims import LEVEL, show_p
 from mgk.reproduction.controls import Control, read_controls
-from mgk.reproduction.escape import step_of_escape
+from mgk.reproduction.escape import run_of, step_of_escape
 from mgk.reproduction.metrics import metric
 from mgk.reproduction.page import Grid
 from mgk.reproduction.results import Results
@@ -24,7 +24,6 @@ from mgk.training.configuration import read_yaml
 
 NOT_RUN = "not run yet"
 ACCURACY = metric("test_accuracy")
-LEVEL = 0.05
 
 
 @functools.cache
@@ -117,10 +116,11 @@ def compare_escapes(group: Sequence[Setting], controls: Sequence[Control], resul
         curves = results.curves(setting.recipe, setting.row)
         own = {seed: lines for seed, lines in curves.items() if seed in trained}
         if published and own:
-            for each in published:
-                theirs[each.seed][setting] = _run(each.curve, threshold)
-            for seed, lines in own.items():
-                ours[seed][setting] = _run(lines, threshold)
+            for found, by_seed in ((theirs, {each.seed: each.curve for each in published}), (ours, own)):
+                for seed, lines in by_seed.items():
+                    run = run_of(lines, threshold)
+                    if run is not None:
+                        found[seed][setting] = run
     if not theirs:
         return None
     units = [list(runs.values()) for runs in (theirs, ours)]
@@ -146,7 +146,7 @@ def sentences(controls: Sequence[Control], results: Results) -> tuple[str, ...]:
             f"{show_p(found.p)}{_least(compared)}"
         )
         if found.p >= LEVEL:
-            decided = "There are not yet enough seeds to say" if found.least >= LEVEL else "The runs do not show"
+            decided = "There are too few seeds to say" if found.least >= LEVEL else "The runs do not show"
             said.append(
                 f"{decided} whether the published code leaves the plateau earlier than ours with {name}, or later "
                 f"({test})."
@@ -185,10 +185,3 @@ def show_escapes(curves: Sequence[Sequence[Mapping[str, Any]]], threshold: float
 
 def _of(setting: Setting, controls: Sequence[Control]) -> list[Control]:
     return [each for each in controls if (each.heads, each.dropout) == (setting.heads, setting.dropout)]
-
-
-def _run(curve: Sequence[Mapping[str, Any]], threshold: float) -> Run:
-    """Return the step at which a run left the plateau, or its last validation as censored."""
-    left = step_of_escape(curve, threshold)
-    last = max(int(line["step"]) for line in curve if line.get("kind") == "valid")
-    return (last, False) if left is None else (left, True)

@@ -30,9 +30,9 @@ class Contrast:
     p: float
     """Two-sided p value."""
 
-    def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Return the confidence interval of the weighted sum, which is without limits where there is no test."""
-        half = t_quantile((1 + level) / 2, self.degrees) * self.error if self.degrees else math.inf
+    def interval(self) -> tuple[float, float]:
+        """Return the 95 % confidence interval of the weighted sum, which is without limits where there is no test."""
+        half = t_quantile(0.975, self.degrees) * self.error if self.degrees else math.inf
         return self.estimate - half, self.estimate + half
 
 

@@ -45,11 +45,11 @@ class Point:
     error: float
     """Standard error of the share by Greenwood's formula."""
 
-    def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Return the confidence interval of the share, on the scale log(-log share), which keeps it between 0 and 1."""
+    def interval(self) -> tuple[float, float]:
+        """Return the 95 % confidence interval of the share, on the scale log(-log), which keeps it between 0 and 1."""
         if self.survival in (0.0, 1.0):
             return self.survival, self.survival
-        spread = t_quantile((1 + level) / 2, math.inf) * self.error / (self.survival * abs(math.log(self.survival)))
+        spread = t_quantile(0.975, math.inf) * self.error / (self.survival * abs(math.log(self.survival)))
         return self.survival ** math.exp(spread), self.survival ** math.exp(-spread)
 
 
@@ -179,7 +179,7 @@ def log_rank_of_units(first: Sequence[Mapping[T, Run]], second: Sequence[Mapping
     return dataclasses.replace(apart, p=exact, is_exact=True, least=_least_p([(len(first), len(second))]))
 
 
-def log_rank_trend(strata: Sequence[Sequence[Sequence[Run]]], draws: int = DRAWS) -> Trend:
+def log_rank_trend(strata: Sequence[Sequence[Sequence[Run]]]) -> Trend:
     """Test whether it happens the faster, or the slower, the later a group stands in an order.
 
     The statistic is Tarone's: observed less expected events of each group, times the place of the group. Its p value is
@@ -188,13 +188,12 @@ def log_rank_trend(strata: Sequence[Sequence[Sequence[Run]]], draws: int = DRAWS
 
     Args:
         strata: the groups of each stratum in their order; a group without runs keeps its place.
-        draws: how many ways.
     """
     if not strata or not all(any(groups) for groups in strata):
         raise ValueError("a test for trend needs runs in every stratum, got none")
     # The generator whose numbers numpy promises never to change: pages must come out the same everywhere.
     random = np.random.RandomState(0)
-    excess, variance, drawn = 0.0, 0.0, np.zeros(draws)
+    excess, variance, drawn = 0.0, 0.0, np.zeros(DRAWS)
     for groups in strata:
         runs = [run for group in groups for run in group]
         _check(runs)
@@ -204,12 +203,12 @@ def log_rank_trend(strata: Sequence[Sequence[Sequence[Run]]], draws: int = DRAWS
         if len(runs) > 1:
             spread = ((places - places.mean()) ** 2).sum() * ((scores - scores.mean()) ** 2).sum()
             variance += float(spread) / (len(runs) - 1)
-        order = random.uniform(size=(draws, len(runs))).argsort(axis=1)
+        order = random.uniform(size=(DRAWS, len(runs))).argsort(axis=1)
         drawn += places[order] @ scores
     if variance == 0:
         return Trend(excess=excess, z=0.0, p=1.0)
     far = int((np.abs(drawn) >= abs(excess) - 10.0**-_ROUNDED).sum())
-    return Trend(excess=excess, z=excess / math.sqrt(variance), p=(1 + far) / (1 + draws))
+    return Trend(excess=excess, z=excess / math.sqrt(variance), p=(1 + far) / (1 + DRAWS))
 
 
 def _check(runs: Sequence[Run]) -> None:
