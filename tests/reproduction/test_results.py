@@ -104,6 +104,7 @@ def test_a_run_that_was_changed_is_set_aside(tmp_path):
 def test_what_a_changed_run_left_elsewhere_is_set_aside_with_it(tmp_path):
     row = ("lra/retrieval", "mgk-1")
     write_run(tmp_path, *row, 0, accuracy=0.99, changes=["training.steps=10000"])
+    write_run(tmp_path, *row, 1, accuracy=0.8)
     for seed in (0, 1):
         write_curve(tmp_path, *row, seed)
         write_analysis(tmp_path, *row, seed)
@@ -115,6 +116,7 @@ def test_what_a_changed_run_left_elsewhere_is_set_aside_with_it(tmp_path):
 def test_an_analysis_of_other_data_is_set_aside(tmp_path):
     """Without its data at hand `mgk analyze` reads random tokens, which say nothing about the paper's claims."""
     row = ("lra/retrieval", "mgk-1")
+    write_run(tmp_path, *row, 0, accuracy=0.8)
     path = write_analysis(tmp_path, *row, 0)
     content = {**json.loads(path.read_text()), "batch": "1 x 8 random tokens"}
     del content["corpus"]
@@ -173,6 +175,7 @@ def test_corpora_that_differ_are_noted(tmp_path):
 def test_analysis(tmp_path):
     priors = {1: [0.4, 0.6], 2: [0.1, 0.9]}
     path = write_analysis(tmp_path, "lra/retrieval", "mgk-1", 2, rank=50, nll=0.3, priors=priors)
+    write_run(tmp_path, "lra/retrieval", "mgk-1", 2, accuracy=0.8)
     found = read_results(tmp_path)
     row = ("lra/retrieval", "mgk-1")
     assert found.values(*row, metric("prior_2_layer_1")) == {2: 0.6}

@@ -140,10 +140,10 @@ def test_without_results_nothing_is_drawn_or_said(tmp_path):
 
 def test_a_trend_the_other_way_and_none():
     """The wording follows the sign, and nothing is said where too little is known."""
-    later = {shift.sized(size, 4): [(1000 + 300 * place + 10 * seed, True) for seed in range(3)]
+    later = {shift.sized(size, 4): [(1000 + 300 * place + 10 * seed, True) for seed in range(4)]
              for place, size in enumerate(shift.SIZES)}  # fmt: skip
     assert "the larger the shifts start, the later a run leaves" in shift._verdict("Here", later, (4,))
-    same = {row: [(1000 + 10 * seed, True) for seed in range(3)] for row in later}
+    same = {row: [(1000 + 10 * seed, True) for seed in range(4)] for row in later}
     assert "no trend is shown" in shift._verdict("Here", same, (4,))
     del later["smgk-4+shift_init_std=2"]
     assert "too few runs for a test for trend" in shift._verdict("Here", later, (4,))

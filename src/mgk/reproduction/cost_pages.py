@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from mgk.analysis.closed_form import AttentionShape, mixture_operations, softmax_operations
 from mgk.analysis.cost_figures import draw_over_heads, draw_ratios, draw_variants, over_heads
 from mgk.analysis.cost_ratios import Cost, Ratio, language_model_ratios, retrieval_cost
+from mgk.reproduction.closed_form_tables import closed_form_over_heads, closed_form_over_sizes
 from mgk.reproduction.page import Grid, Page
 
 HEADS = (2, 4, 8, 12)
@@ -61,7 +61,7 @@ def ratio_page(name: str, folder: Path) -> Page:
         ),
     ]
     if name == "F3":
-        grids.append(_closed_form_over_sizes(widths, lengths))
+        grids.append(closed_form_over_sizes(widths, lengths))
     return Page(
         name=name,
         title=f"Cost of {mixture}-4 over {baseline}-8 in the WikiText-103 language model",
@@ -100,7 +100,7 @@ def heads_page(name: str, folder: Path) -> Page:
         for mixture in mixtures:
             statements += _heads_statements(costs[baseline], costs[mixture], attribute, with_parameters=not is_training)
     if name == "F4":
-        grids.append(_closed_form_over_heads())
+        grids.append(closed_form_over_heads(HEADS))
     batch = f"batch {PAIRS}" if is_training else "one pair"
     what = "FLOPs of a training iteration" if is_training else "FLOPs and parameters"
     draw_over_heads(panels, picture, title=f"Long Range Arena Retrieval, {batch}, 2 x 4096 tokens")
@@ -246,36 +246,6 @@ def _falls(values: Sequence[float]) -> bool:
     # With a tolerance of 1e-6: in linear attention every token costs the same, so its ratio does not depend on the
     # length.
     return all(after < before - 1e-6 for before, after in itertools.pairwise(values))
-
-
-def _closed_form_over_sizes(widths: Sequence[int], lengths: Sequence[int]) -> Grid:
-    lines = []
-    for width in widths:
-        cells = []
-        for length in lengths:
-            shape = AttentionShape(tokens=length, heads=8, head_dim=width // 8, input_dim=width)
-            cells.append(f"{mixture_operations(shape) / softmax_operations(shape):.3f}")
-        lines.append((str(width), *cells))
-    return Grid(
-        title="One attention alone, by the paper's closed form (appendix B), its constant corrected",
-        header=("D", *(f"N = {length}" for length in lengths)),
-        lines=tuple(lines),
-    )
-
-
-def _closed_form_over_heads() -> Grid:
-    lines = []
-    for heads in HEADS:
-        shape = AttentionShape(tokens=4096, heads=heads, head_dim=32, input_dim=64)
-        softmax, printed, right = (
-            softmax_operations(shape), mixture_operations(shape, as_printed=True), mixture_operations(shape),
-        )  # fmt: skip
-        lines.append((str(heads), f"{softmax:,}", f"{printed:,}", f"{right:,}", f"{right / softmax:.4f}"))
-    return Grid(
-        title="One attention over 4096 tokens by the paper's closed form, operations",
-        header=("heads", "softmax", "MGK as printed", "MGK corrected", "corrected / softmax"),
-        lines=tuple(lines),
-    )
 
 
 def _lines(

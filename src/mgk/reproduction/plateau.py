@@ -81,7 +81,7 @@ class Answer:
         return WAITING if self.together is None else _outcome(self.together, self.p)
 
 
-def plateau_page(name: str, results: Results, folder: Path, seeds: int) -> Page:
+def plateau_page(results: Results, folder: Path, seeds: int) -> Page:
     """The page: a section for each recipe of ListOps that has curves, none mixed with another."""
     pictures: list[Path] = []
     grids: list[Grid] = []
@@ -89,7 +89,7 @@ def plateau_page(name: str, results: Results, folder: Path, seeds: int) -> Page:
     numbers = 0
     for recipe in recipes(results):
         rows = escapes(results, recipe)
-        picture = folder / f"{name}-{recipe.replace('/', '-')}.png"
+        picture = folder / f"{NAME}-{recipe.replace('/', '-')}.png"
         numbers += survival_curves.draw(rows, picture, title=f"{recipe}: runs that are still on the plateau")
         pictures.append(picture)
         answers = answer(rows, questions(recipe))
@@ -98,13 +98,13 @@ def plateau_page(name: str, results: Results, folder: Path, seeds: int) -> Page:
     wanted = dict.fromkeys(row for question in questions(MAIN) for pair in question.pairs for row in pair)
     needs = [Need(recipe=MAIN, row=row, metric=metric("mean_valid_accuracy"), seeds=seeds) for row in wanted]
     return Page(
-        name=name,
+        name=NAME,
         title="Leaving the plateau of ListOps",
         text=(_what(), *sentences),
         grids=tuple(grids),
         pictures=tuple(pictures),
         needs=tuple(needs),
-        missing=tuple(find_missing(results, needs, name)),
+        missing=tuple(find_missing(results, needs, NAME)),
         notes=(*NOTES, *results.notes_about(recipes(results) or [MAIN])),
         numbers=numbers,
     )

@@ -112,9 +112,7 @@ def compare_escapes(group: Sequence[Setting], controls: Sequence[Control], resul
     ours: defaultdict[int, dict[Setting, Run]] = defaultdict(dict)
     for setting in group:
         published = _of(setting, controls)
-        trained = results.values(setting.recipe, setting.row, ACCURACY)
-        curves = results.curves(setting.recipe, setting.row)
-        own = {seed: lines for seed, lines in curves.items() if seed in trained}
+        own = _curves(results, setting.recipe, setting.row)
         if published and own:
             for found, by_seed in ((theirs, {each.seed: each.curve for each in published}), (ours, own)):
                 for seed, lines in by_seed.items():
@@ -172,8 +170,14 @@ def fingerprints(results: Results) -> set[str]:
 
 def escapes(results: Results, recipe: str, row: str, threshold: float) -> tuple[str, str]:
     """Describe how many of our runs left the plateau, and at which steps."""
-    curves = results.curves(recipe, row)
+    curves = _curves(results, recipe, row)
     return show_escapes(list(curves.values()), threshold) if curves else ("no curves", "")
+
+
+def _curves(results: Results, recipe: str, row: str) -> dict[int, list[dict[str, Any]]]:
+    """Return the curves of runs that have ended, by seed."""
+    ended = results.values(recipe, row, ACCURACY)
+    return {seed: lines for seed, lines in results.curves(recipe, row).items() if seed in ended}
 
 
 def show_escapes(curves: Sequence[Sequence[Mapping[str, Any]]], threshold: float) -> tuple[str, str]:
