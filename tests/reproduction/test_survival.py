@@ -66,6 +66,19 @@ def test_the_median_of_an_even_number_is_where_half_have_left(count):
     assert median([(step, True) for step in range(1, count + 1)]).time == count / 2
 
 
+@pytest.mark.parametrize("count", [3, 5, 8])
+def test_intervals_of_a_median_cover_it_or_are_not_given(count):
+    """Of three runs one in eight times all are later than the true median, where the interval would begin."""
+    draw = random.Random(count)
+    true = 3000 * math.log(2)
+    found = [median([(draw.expovariate(1 / 3000), True) for _ in range(count)]) for _ in range(1000)]
+    if count < 5:
+        assert {(each.low, each.high) for each in found} == {(None, None)}
+    else:
+        inside = [each.low <= true and (each.high is None or true <= each.high) for each in found]
+        assert sum(inside) / len(inside) > 0.93
+
+
 def test_the_least_p_that_so_many_runs_can_have():
     """Where both groups are equally large, each way of sharing out has a mirror image as far from 0."""
     early, late = [(1, True), (2, True), (3, True)], [(4, True), (5, True), (6, True)]

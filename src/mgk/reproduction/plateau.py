@@ -20,7 +20,7 @@ from mgk.reproduction.page import Grid, Page
 from mgk.reproduction.recipe import bundled, is_extension
 from mgk.reproduction.results import Results
 from mgk.reproduction.statistics import holm
-from mgk.reproduction.survival import LogRank, Run, log_rank, median
+from mgk.reproduction.survival import FEWEST, LogRank, Run, log_rank, median
 
 NAME = "plateau"
 THRESHOLD = 0.3
@@ -212,8 +212,8 @@ def sentence(recipe: str, rows: Mapping[str, Sequence[Run]], answers: Sequence[A
 NOTES = (
     "In the figures a + marks a run that was still on the plateau at its last step. Such a run is censored there: it "
     "does not count as leaving.",
-    "A median is that of the survival curve, with the 95 % interval of Brookmeyer and Crowley. Few runs set no upper "
-    "limit, and where fewer than half have left there is no median.",
+    "A median is that of the survival curve, with the 95 % interval of Brookmeyer and Crowley. Where fewer than half "
+    f"of the runs have left there is no median. Fewer than {FEWEST} runs set no limits, and a few more no upper one.",
     "The p of a log-rank test is exact: it counts all ways of sharing out the runs between the two rows. The test of "
     "all heads together has a stratum for each pair of rows, and its p is adjusted by Holm's method over the questions "
     "of the recipe; the p of a single pair is adjusted over the pairs of its question. Where no result of so few runs "

@@ -21,6 +21,9 @@ from mgk.reproduction.statistics import t_quantile
 T = TypeVar("T")
 Run = tuple[float, bool]
 """Time, and whether the event happened at that time."""
+FEWEST = 5
+"""Fewest runs of which a median has a 95 % interval. It never begins before the first event, but all of n runs take
+longer than the true median once in 2 to the power of n times: once in 8 for three."""
 MOST_SUBSETS = 200_000
 """Most assignments of the runs of a stratum to groups that are enumerated."""
 MOST_SUMS = 2_000_000
@@ -60,6 +63,7 @@ class Median:
     time: float | None
     """Median time; ``None`` if fewer than half of the runs had the event."""
     low: float | None
+    """Lower limit; ``None`` for fewer than :data:`FEWEST` runs, which have no such interval."""
     high: float | None
     """Upper limit of the 95 % confidence interval by Brookmeyer and Crowley; ``None`` if the runs set no limit."""
 
@@ -110,11 +114,12 @@ def kaplan_meier(runs: Sequence[Run]) -> list[Point]:
 def median(runs: Sequence[Run]) -> Median:
     """Return the median and its confidence interval: the times at which the curve's own interval contains 0.5."""
     points = kaplan_meier(runs)
+    limited = points if len(runs) >= FEWEST else []
     # Where the curve has reached 0 it has no interval, and sets no upper limit.
-    inner = [point for point in points if point.survival > 0]
+    inner = [point for point in limited if point.survival > 0]
     return Median(
         time=next((point.time for point in points if point.survival <= _HALF), None),
-        low=next((point.time for point in points if point.interval()[0] <= _HALF), None),
+        low=next((point.time for point in limited if point.interval()[0] <= _HALF), None),
         high=next((point.time for point in inner if point.interval()[1] <= _HALF), None),
     )
 
