@@ -84,7 +84,8 @@ def test_the_least_p_that_so_many_runs_can_have():
     early, late = [(1, True), (2, True), (3, True)], [(4, True), (5, True), (6, True)]
     assert log_rank([(early, late)]).p == log_rank([(early, late)]).least == pytest.approx(2 / 20)
     assert log_rank([(early, late)] * 2).least == pytest.approx(2 / 400)
-    assert log_rank([(early[:2], late)]).p == log_rank([(early[:2], late)]).least == pytest.approx(1 / 10)
+    # Otherwise it is a limit, since the other end of the distribution may be as far away.
+    assert log_rank([(early, late[:2])]).p >= log_rank([(early, late[:2])]).least == pytest.approx(1 / 10)
     assert log_rank([(TREATED, CONTROLS)]).least == 0
     units = [[{"a": run} for run in group] for group in (early, late)]
     assert log_rank_of_units(*units).least == pytest.approx(2 / 20)
