@@ -88,6 +88,15 @@ def test_outcomes(tmp_path, kind, first, second, outcome):
     assert verdict.published == pytest.approx(2.13)
 
 
+@pytest.mark.parametrize("kind", ["better", "comparable"])
+def test_rows_that_do_not_vary_decide_nothing(tmp_path, kind):
+    """Runs that end at the same number, such as the share of the largest class: any difference would be certain."""
+    verdict = judged(tmp_path, make_claim(kind), [31.85] * 3, [31.8] * 3)
+    assert verdict.outcome == "not shown"
+    assert verdict.why == "+0.05, no test: the seeds of neither row differ"
+    assert judged(tmp_path, make_claim(kind), [31.85] * 3, [31.85] * 3).outcome == "not shown"
+
+
 def test_paired_seeds_stand_beside(tmp_path):
     """Seeds that do the same to both rows: the pairs see what the rows alone do not, and decide nothing."""
     first, second = [80.3, 75.2, 70.3, 85.1, 65.3], [80.0, 75.0, 70.0, 85.0, 65.0]

@@ -40,14 +40,14 @@ def test_nothing_is_there_yet(tmp_path):
     assert (
         found["smgk-4"]["cache, bytes a token"] == found["smgk-4+num_components=4"]["cache, bytes a token"] == "3,072"
     )
-    assert found["mgk-4+num_key_value_heads=2"]["of softmax-8"] == "0.375"
+    assert found["mgk-4+num_key_value_heads=2"]["share of softmax-8"] == "0.375"
     commands = [command for missing in page.missing for command in missing.commands]
     assert "mgk sweep enwik8 --rows 'softmax-8+qk_norm softmax-4+qk_norm gaussian-4 smgk-4' --seeds 0-2" in commands[0]
     assert commands[1].startswith("mgk sweep enwik8-equal-cache --rows 'softmax-8+num_key_value_heads=4+qk_norm ")
     assert commands[-1] == "mgk bench rows enwik8-equal-cache"
     text = markdown(page)
     assert text.index("## Missing") < text.index("## Verdict") < text.index("## What this does not show")
-    assert "**There are not enough runs yet to say:** With the same cache" in text
+    assert "There are not yet enough runs to judge any of these sentences." in text
     assert not list(tmp_path.glob("*.png"))
 
 
@@ -69,10 +69,15 @@ def test_everything_is_there(full):
     assert page.ending.startswith(
         "Within 3,072 bytes smgk-4 has the lowest mean, 1.3996 bits per byte; softmax-8+qk_norm "
     )
-    assert "**The seeds do not decide:** Four components, which cost no cache, are better than two" in page.ending
+    assert (
+        "**The seeds do not decide these:** “Four components, which cost no cache, are better than two”" in page.ending
+    )
     table = lines_of(page.grids[0])
     assert table["smgk-4"]["test bits per byte"] == "1.3996 ± 0.0002 (3 seeds)"
-    assert (table["smgk-4"]["training tokens/s, alone"], table["smgk-4"]["x"]) == ("1,400,000", "1.40x")
+    assert (table["smgk-4"]["training tokens/s, alone"], table["smgk-4"]["times the first row"]) == (
+        "1,400,000",
+        "1.40x",
+    )
     times = page.grids[1]
     assert times.header[2].endswith("(smgk-8+num_key_value_heads=4 is done)")
     seconds = {row: line["seconds of training"] for row, line in lines_of(times).items()}

@@ -66,6 +66,20 @@ def test_with_records_seeds_and_items_are_drawn(tmp_path):
     assert 1.0 < width / (2 * 1.96 * 100 * np.sqrt(0.24 / 10_000)) < 2.0
 
 
+def test_rows_that_a_recipe_has_from_another_have_their_items(tmp_path):
+    """They are kept under the recipe that is extended, and so is the record of what they got right."""
+    write_items(tmp_path, "smgk-4", range(3), 0.4, recipe="lra/listops")
+    results = read_results(tmp_path)
+    assert accuracy_interval(results, "lra/listops-shifts", "smgk-4").over == RESAMPLED
+    write_run(tmp_path, "lra/listops", "smgk-2", 0, accuracy=0.3, count=2000.0)
+    assert accuracy_interval(read_results(tmp_path), "lra/listops-shifts", "smgk-2").over == BINOMIAL
+
+
+def test_with_one_seed_only_items_are_drawn(tmp_path):
+    write_items(tmp_path, "smgk-1", [0], 0.4)
+    assert accuracy_interval(read_results(tmp_path), RECIPE, "smgk-1").over == "items"
+
+
 def test_hard_items_are_shared(tmp_path):
     """Where the same items are hard for both rows, their difference is known better than either of them."""
     common = np.random.default_rng(5).random(2000)

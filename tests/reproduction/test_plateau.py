@@ -46,8 +46,8 @@ def grid_of(page, title):
 
 def test_rows(built):
     rows = grid_of(built[1], "lra/listops, by row")
-    assert rows["smgk-4"] == ("smgk-4", "5", "5", "1,050", "from 950 on", "950 to 1,500")
-    assert rows["mgk-2"] == ("mgk-2", "5", "2", "", "from 3,400 on", "3,400 to 4,900")
+    assert rows["smgk-4"] == ("smgk-4", "5", "5", "1,050", "950 or later", "950 to 1,500")
+    assert rows["mgk-2"] == ("mgk-2", "5", "2", "", "3,400 or later", "3,400 to 4,900")
     assert list(rows) == [row for row in load("lra/listops").rows if row in STEPS]
 
 
@@ -56,17 +56,17 @@ def test_questions(built):
     # Complete separation: 2 of 252 ways, times three pairs.
     assert tests["smgk-1 earlier than softmax-2"][2:] == ("9.70", "0.008", "0.024", "holds")
     assert tests["mgk-4 earlier than softmax-4"][-1] == "not shown"
-    whole = tests["**smgk leaves earlier than softmax, half the heads, all heads together**"]
+    whole = tests["**smgk leaves earlier than softmax with twice as many heads, all heads together**"]
     assert whole[1] == "15 of 15 against 11 of 15"
     assert whole[3:] == ("< 0.001", "< 0.001", "holds")
-    assert tests["smgk leaves earlier than gaussian, equal heads"][-1] == "not yet enough runs"
+    assert tests["smgk leaves earlier than gaussian with as many heads"][-1] == "too few runs"
 
 
 def test_one_number_of_all_heads_together(built):
     """By hand: the statistic is the sum over the heads, and p is adjusted for six questions of which this is third."""
     rows = plateau.escapes(built[0], "lra/listops")
     answers = plateau.answer(rows, plateau.questions("lra/listops"))
-    (found,) = [each for each in answers if each.question.what == "mgk leaves earlier than softmax, equal heads"]
+    (found,) = [each for each in answers if each.question.what == "mgk leaves earlier than softmax with as many heads"]
     alone = [log_rank([(rows[f"mgk-{heads}"], rows[f"softmax-{heads}"])]) for heads in (1, 2, 4)]
     assert found.together.excess == pytest.approx(sum(each.excess for each in alone))
     assert found.together.variance == pytest.approx(sum(each.variance for each in alone))
@@ -80,11 +80,26 @@ def test_the_sentence(built):
     (said,) = [text for text in page.text if text.startswith("**lra/listops**")]
     left = sum(step is not None for own in STEPS.values() for step in own)
     assert f"{left} of 50 runs left the plateau." in said
-    assert re.search(r"It holds that smgk leaves earlier than softmax, equal heads \(p < 0\.001\); that smgk", said)
-    assert re.search(r"It is not shown that mgk leaves earlier than softmax, equal heads \(p 0\.\d+\)", said)
-    assert "Not yet enough runs to say whether smgk leaves earlier than gaussian, equal heads" in said
+    first = "smgk leaves earlier than softmax with as many heads (p < 0.001)"
+    second = "smgk leaves earlier than softmax with twice as many heads (p < 0.001)"
+    assert f"The tests show that {first}, and that {second}." in said
+    assert re.search(r"do not decide whether mgk leaves earlier than softmax with as many heads \(p 0\.\d+\), or", said)
+    assert "There are too few runs to say whether smgk leaves earlier than gaussian with as many heads" in said
     assert "3 of 5 of mgk-2" in said
     assert "of smgk" not in said
+
+
+def test_what_no_result_could_show_waits_for_runs(tmp_path):
+    """Three runs against three have 20 ways, so p is 0.1 at best; over three numbers of heads they are enough."""
+    steps = {f"softmax-{heads}": (3000, 3100, 3200) for heads in (1, 2, 4)}
+    steps |= {f"mgk-{heads}": (1000, 1100, 1200) for heads in (1, 2, 4)}
+    write_rows(tmp_path, "lra/listops", steps)
+    page = pages.build("plateau", read_results(tmp_path), tmp_path / "pages", 5)
+    tests = grid_of(page, "lra/listops, log-rank tests")
+    assert tests["mgk-4 earlier than softmax-4"][-1] == "too few runs"
+    assert tests["**mgk leaves earlier than softmax with as many heads, all heads together**"][-1] == "holds"
+    one = plateau.answer({"mgk-4": [(1, True)] * 3, "softmax-4": [(2, True)] * 3}, plateau.questions("lra/listops"))
+    assert {each.outcome for each in one} == {"too few runs"}
 
 
 def test_what_is_slower_does_not_hold(tmp_path):
@@ -95,7 +110,7 @@ def test_what_is_slower_does_not_hold(tmp_path):
     results = read_results(tmp_path)
     rows = plateau.escapes(results, "lra/listops")
     said = plateau.sentence("lra/listops", rows, plateau.answer(rows, plateau.questions("lra/listops")))
-    assert "It does not hold that mgk leaves earlier than softmax, equal heads (p 0.00" in said
+    assert "The tests show that mgk leaves later than softmax with as many heads (p 0.00" in said
 
 
 def test_recipes_are_never_mixed(built):
@@ -107,7 +122,7 @@ def test_recipes_are_never_mixed(built):
     # Each recipe has the questions that its table has rows for.
     questions = grid_of(page, "lra/listops-linear, log-rank tests")
     assert all("linear" in name for name in questions)
-    assert "mlk leaves earlier than linear, half the heads" in " ".join(questions)
+    assert "mlk leaves earlier than linear with twice as many heads" in " ".join(questions)
     text = markdown(page)
     assert "plateau-lra-listops.png" in text
     assert "plateau-lra-listops-linear.png" in text

@@ -92,11 +92,11 @@ def test_what_does_not_hold(tmp_path):
 
 def test_the_plateau(tmp_path):
     for row, step in (("smgk-1", 1000), ("softmax-1", 3000)):
-        for seed in range(3):
+        for seed in range(4):
             write_run(tmp_path, "lra/listops", row, seed, accuracy=0.37)
             write_escape(tmp_path, "lra/listops", row, seed, step + 50 * seed)
     text = text_of(tmp_path)
-    assert "**lra/listops**: 6 of 6 runs left the plateau. It is not shown that smgk leaves earlier" in text
+    assert "**lra/listops**: 8 of 8 runs left the plateau. The tests do not decide whether smgk leaves earlier" in text
 
 
 def test_between_the_marks(tmp_path):

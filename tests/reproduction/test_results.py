@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from reproduction_cases import (
+    config_of,
     write_analysis,
     write_benchmark,
     write_curve,
@@ -16,6 +17,7 @@ from reproduction_cases import (
 from mgk.cli import main
 from mgk.reproduction.metrics import METRICS, metric
 from mgk.reproduction.results import read_results, run_name
+from mgk.training import result
 
 ACCURACY = metric("test_accuracy")
 
@@ -35,6 +37,34 @@ def test_accuracies_are_percent_by_seed(tmp_path):
     assert found.values("lra/text", "softmax-2", ACCURACY) == {0: 65.0, 3: 64.0}
     assert found.rows("lra/text") == ["softmax-2+qk_norm", "softmax-2"]
     assert found.trained("lra/text", "softmax-2") == {0, 3}
+
+
+def test_a_copy_under_another_seed_counts_once(tmp_path):
+    """The same loss to the last digit is no other run, and two of it would make the spread between seeds too small."""
+    path = write_run(tmp_path, "lra/text", "softmax-2", 0, accuracy=0.65)
+    write_curve(tmp_path, "lra/text", "softmax-2", 2)
+    content = json.loads(path.read_text())
+    copy = {**content, "seed": 2, **config_of("lra/text", "softmax-2", 2)}
+    result.write(tmp_path / "lra" / "text" / "softmax-2-seed-2.json", copy)
+    write_run(tmp_path, "lra/text", "softmax-2", 1, accuracy=0.65)
+    found = read_results(tmp_path)
+    assert list(found.values("lra/text", "softmax-2", ACCURACY)) == [0, 1]
+    assert found.curves("lra/text", "softmax-2") == {}
+    assert found.notes == (
+        "lra/text/softmax-2-seed-2.json is set aside: all its numbers are those of lra-text-softmax-2-seed-0",
+    )
+
+
+def test_a_curve_or_an_analysis_without_its_run_is_no_number(tmp_path):
+    """A claim about accuracy throughout training must not count a run that has not ended, or of other settings."""
+    row = ("lra/retrieval", "mgk-1")
+    for seed in (0, 1):
+        write_curve(tmp_path, *row, seed)
+        write_analysis(tmp_path, *row, seed)
+    write_run(tmp_path, *row, 1, accuracy=0.8)
+    found = read_results(tmp_path)
+    for name in ("mean_valid_accuracy", "rank_layer_1"):
+        assert list(found.values(*row, metric(name))) == [1]
 
 
 def test_an_evaluation_stands_in_for_a_run_that_is_not_here(tmp_path):
@@ -74,6 +104,7 @@ def test_a_run_that_was_changed_is_set_aside(tmp_path):
 def test_what_a_changed_run_left_elsewhere_is_set_aside_with_it(tmp_path):
     row = ("lra/retrieval", "mgk-1")
     write_run(tmp_path, *row, 0, accuracy=0.99, changes=["training.steps=10000"])
+    write_run(tmp_path, *row, 1, accuracy=0.8)
     for seed in (0, 1):
         write_curve(tmp_path, *row, seed)
         write_analysis(tmp_path, *row, seed)
@@ -85,6 +116,7 @@ def test_what_a_changed_run_left_elsewhere_is_set_aside_with_it(tmp_path):
 def test_an_analysis_of_other_data_is_set_aside(tmp_path):
     """Without its data at hand `mgk analyze` reads random tokens, which say nothing about the paper's claims."""
     row = ("lra/retrieval", "mgk-1")
+    write_run(tmp_path, *row, 0, accuracy=0.8)
     path = write_analysis(tmp_path, *row, 0)
     content = {**json.loads(path.read_text()), "batch": "1 x 8 random tokens"}
     del content["corpus"]
@@ -143,6 +175,7 @@ def test_corpora_that_differ_are_noted(tmp_path):
 def test_analysis(tmp_path):
     priors = {1: [0.4, 0.6], 2: [0.1, 0.9]}
     path = write_analysis(tmp_path, "lra/retrieval", "mgk-1", 2, rank=50, nll=0.3, priors=priors)
+    write_run(tmp_path, "lra/retrieval", "mgk-1", 2, accuracy=0.8)
     found = read_results(tmp_path)
     row = ("lra/retrieval", "mgk-1")
     assert found.values(*row, metric("prior_2_layer_1")) == {2: 0.6}

@@ -91,11 +91,32 @@ def test_an_average_of_differences_is_one_contrast():
     assert found.error == pytest.approx(math.sqrt(sum(error**2 for error in errors)))
 
 
-def test_samples_that_do_not_vary():
-    assert contrast([(1, [3, 3]), (-1, [2, 2])]).p == 0
-    assert contrast([(1, [3, 3]), (-1, [2, 2])]).interval() == (1, 1)
-    assert contrast([(1, [2, 2]), (-1, [3, 3])]).t == -math.inf
-    assert contrast([(1, [2, 2]), (-1, [2, 2])]).p == 1
+@pytest.mark.parametrize("first", [[3.0, 3.0, 3.0], [31.85, 31.85, 31.85], [0.05] * 6])
+def test_samples_that_do_not_vary_decide_nothing(first):
+    """Without any spread there is nothing to hold a difference against, be it large or one of rounding.
+
+    The mean of equal numbers is often not that number: a test would see a spread of 1e-17.
+    """
+    second = [value - 0.01 for value in first]
+    for margin in (0.0, -0.5):
+        found = contrast([(1, first), (-1, second)], margin)
+        assert (found.error, found.degrees, found.t, found.p) == (0, 0, 0, 1)
+        assert found.estimate == pytest.approx(0.01)
+        assert found.interval() == (-math.inf, math.inf)
+
+
+def test_equal_differences_do_not_vary_either():
+    """Three runs that are better by 0.3 each, but for rounding."""
+    differences = [36.9 - 36.6, 80.3 - 80.0, 0.9 - 0.6]
+    assert len(set(differences)) > 1
+    assert standard_error(differences) == 0
+    assert contrast([(1, differences)]).p == 1
+
+
+def test_one_sample_that_does_not_vary_counts_with_the_degrees_of_the_other():
+    found = contrast([(1, [3.0, 3.0, 3.0]), (-1, [1.0, 2.0, 3.0])])
+    assert found.degrees == pytest.approx(2)
+    assert found.p == pytest.approx(2 * t_tail(math.sqrt(3), 2))
 
 
 def test_a_sample_of_one_is_refused():

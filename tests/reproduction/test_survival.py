@@ -60,6 +60,37 @@ def test_by_hand():
     assert found[-1].interval() == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("count", range(2, 41, 2))
+def test_the_median_of_an_even_number_is_where_half_have_left(count):
+    """The product of 23/24, 22/23, ... 12/13 is a little more than a half in floating point."""
+    assert median([(step, True) for step in range(1, count + 1)]).time == count / 2
+
+
+@pytest.mark.parametrize("count", [3, 5, 8])
+def test_intervals_of_a_median_cover_it_or_are_not_given(count):
+    """Of three runs one in eight times all are later than the true median, where the interval would begin."""
+    draw = random.Random(count)
+    true = 3000 * math.log(2)
+    found = [median([(draw.expovariate(1 / 3000), True) for _ in range(count)]) for _ in range(1000)]
+    if count < 5:
+        assert {(each.low, each.high) for each in found} == {(None, None)}
+    else:
+        inside = [each.low <= true and (each.high is None or true <= each.high) for each in found]
+        assert sum(inside) / len(inside) > 0.93
+
+
+def test_the_least_p_that_so_many_runs_can_have():
+    """Where both groups are equally large, each way of sharing out has a mirror image as far from 0."""
+    early, late = [(1, True), (2, True), (3, True)], [(4, True), (5, True), (6, True)]
+    assert log_rank([(early, late)]).p == log_rank([(early, late)]).least == pytest.approx(2 / 20)
+    assert log_rank([(early, late)] * 2).least == pytest.approx(2 / 400)
+    # Otherwise it is a limit, since the other end of the distribution may be as far away.
+    assert log_rank([(early, late[:2])]).p >= log_rank([(early, late[:2])]).least == pytest.approx(1 / 10)
+    assert log_rank([(TREATED, CONTROLS)]).least == 0
+    units = [[{"a": run} for run in group] for group in (early, late)]
+    assert log_rank_of_units(*units).least == pytest.approx(2 / 20)
+
+
 def test_runs_that_never_leave():
     stayed = [(5000, False)] * 5
     assert kaplan_meier(stayed) == []

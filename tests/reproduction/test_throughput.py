@@ -64,7 +64,7 @@ def test_what_is_missing_is_a_command(tmp_path):
     assert found[0].commands == ("mgk bench rows enwik8",)
     write_speeds(tmp_path, "enwik8", {"softmax-8": 2.0})
     found = throughput.find_untimed("enwik8", [*rows, "mgk-2"], read_results(tmp_path))
-    assert found[0].what == "enwik8: training tokens a second of smgk-4, mgk-4, mgk-2"
+    assert found[0].what == "enwik8: training tokens per second of smgk-4, mgk-4, mgk-2"
     assert found[0].commands[0].startswith("mgk bench rows enwik8 --rows 'softmax-8 softmax-8+qk_norm gaussian-8")
     assert found[0].commands[0].endswith(" mgk-2' --resume")
     write_speeds(tmp_path, "enwik8", TOKENS)
@@ -78,7 +78,7 @@ def test_columns_that_nothing_is_in_are_left_out(tmp_path):
     write_run(tmp_path, "wikitext2", "smgk-4", 0, perplexity=90.0)
     write_speeds(tmp_path, "wikitext2", TOKENS)
     heads, lines = beside.columns("wikitext2", shown, rows, read_results(tmp_path))
-    assert heads == ("test perplexity, disjoint windows", "training tokens/s, alone", "x")
+    assert heads == ("test perplexity, disjoint windows", "training tokens/s, alone", "times the first row")
     assert lines == {"softmax-8": ("", "1,000,000", "1.00x"), "smgk-4": ("90.00 (1 seed)", "1,500,000", "1.50x")}
 
 
@@ -97,7 +97,7 @@ def test_speeds_stand_in_the_tables_that_they_are_of(page, recipe, tmp_path):
     timed = [grid for grid in after.grids if "training tokens/s, alone" in grid.header]
     assert [grid.title for grid in timed] == [grid.title for grid in before.grids if grid.title in ("", recipe)]
     assert {line[-2:] for line in timed[0].lines} == {("1,000,000", "1.00x")}
-    assert any("alone on one device" in note for note in after.notes)
+    assert any("Each row has the device" in note for note in after.notes)
 
 
 def test_a_window_of_bytes_slides_by_more(tmp_path):
@@ -116,4 +116,4 @@ def test_a_window_of_bytes_slides_by_more(tmp_path):
     assert (
         "for seed in 0 1 2 3 4; do mgk evaluate runs/enwik8/mgk-4/seed-$seed --split test --stride 64; done" in commands
     )
-    assert "enwik8 mgk-4, seed 0-4: test" in [missing.what for missing in page.missing]
+    assert "enwik8, mgk-4, seeds 0-4: evaluation on the test set" in [missing.what for missing in page.missing]

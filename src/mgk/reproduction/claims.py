@@ -32,6 +32,7 @@ Outcome = Literal[
 
 LEVEL = 0.05
 MINIMUM_SEEDS = 3
+NO_TEST = ", no test: the seeds of neither row differ"
 NOISES = 3
 """Two times differ if they are this many times their noise apart."""
 
@@ -166,10 +167,11 @@ def _decide(claim: Claim, tested: Contrast, p: float, paired_p: float | None, re
         outcome = "holds" if tested.t > 0 else "does not hold"
     low, high = tested.interval()
     digits = claim.metric.decimals
+    test = f" [{low:+.{digits}f}, {high:+.{digits}f}], p {show_p(p)}" if tested.degrees else NO_TEST
     return Verdict(
         claim=claim,
         outcome=outcome,
-        why=f"{tested.estimate:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}], p {show_p(p)}",
+        why=f"{tested.estimate:+.{digits}f}{test}",
         seeds=_seeds(claim, results),
         published=_published(claim),
         found=tested.estimate,

@@ -77,24 +77,26 @@ def _check_same(archive: Path, content: Mapping[str, Any], results: Path) -> Non
 
 def _bring(run: Finished, results: Path) -> Iterator[Path]:
     folder = folder_of(run.content)
-    name = run_name(folder, run.content["row"], run.content["seed"])
     yield write_result(results, run.content)
-    copies = {run.curves: results / CURVES / f"{name}.jsonl"}
-    for split, path in run.evaluations.items():
-        copies[path] = results / EVALUATIONS / f"{name}-{split}.json"
-    # The default folder of `mgk analyze`.
-    for path in sorted(run.analysis.glob("*")):
-        if path.suffix in (".json", ".png") and not path.name.startswith("."):
-            copies[path] = results / ANALYSIS / name / path.name
-    for source, copy in copies.items():
-        if not source.is_file():
-            continue
+    for name, source in _files(run, folder).items():
+        copy = results / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         if source.suffix == ".json":
             result.write(copy, _under(result.read_object(source), folder))
         else:
             shutil.copyfile(source, copy)
         yield copy
+
+
+def _files(run: Finished, recipe: str) -> dict[PurePosixPath, Path]:
+    """Return the files of a run beside its result, by their paths below the folder of results."""
+    name = run_name(recipe, run.content["row"], run.content["seed"])
+    files = {PurePosixPath(CURVES, f"{name}.jsonl"): run.curves}
+    files |= {PurePosixPath(EVALUATIONS, f"{name}-{split}.json"): path for split, path in run.evaluations.items()}
+    for path in sorted(run.analysis.glob("*")):
+        if path.suffix in (".json", ".png") and not path.name.startswith("."):
+            files[PurePosixPath(ANALYSIS, name, path.name)] = path
+    return {name: path for name, path in files.items() if path.is_file()}
 
 
 def _in_run_folders(runs: Path) -> Iterator[Finished]:
@@ -109,6 +111,7 @@ def _in_run_folder(folder: Path) -> Finished:
         content=result.read(folder / result.RESULT),
         curves=folder / METRICS,
         evaluations={each.stem.removeprefix("evaluation-"): each for each in evaluations},
+        # The default folder of `mgk analyze`.
         analysis=folder / ANALYSIS,
     )
 
@@ -141,17 +144,7 @@ def copy_run(folder: Path, results: Path) -> list[Path]:
 
 def files_of(folder: Path) -> dict[PurePosixPath, Path]:
     """Return the files of a finished run to collect, by their paths below the folder of results."""
-    found = result.read(folder / result.RESULT)
-    recipe, row, seed = found["recipe"], found["row"], found["seed"]
-    name = run_name(recipe, row, seed)
-    files = {PurePosixPath(recipe, f"{row}-seed-{seed}.json"): folder / result.RESULT}
-    if (folder / METRICS).is_file():
-        files[PurePosixPath(CURVES, f"{name}.jsonl")] = folder / METRICS
-    for evaluation in sorted(folder.glob("evaluation-*.json")):
-        split = evaluation.stem.removeprefix("evaluation-")
-        files[PurePosixPath(EVALUATIONS, f"{name}-{split}.json")] = evaluation
-    # The default folder of `mgk analyze`.
-    for analysis in sorted((folder / ANALYSIS).glob("*")):
-        if analysis.suffix in (".json", ".png") and not analysis.name.startswith("."):
-            files[PurePosixPath(ANALYSIS, name, analysis.name)] = analysis
-    return files
+    run = _in_run_folder(folder)
+    recipe = run.content["recipe"]
+    own = PurePosixPath(recipe, f"{run.content['row']}-seed-{run.content['seed']}.json")
+    return {own: folder / result.RESULT, **_files(run, recipe)}

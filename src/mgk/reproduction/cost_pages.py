@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from mgk.analysis.closed_form import AttentionShape, mixture_operations, softmax_operations
 from mgk.analysis.cost_figures import draw_over_heads, draw_ratios, draw_variants, over_heads
 from mgk.analysis.cost_ratios import Cost, Ratio, language_model_ratios, retrieval_cost
+from mgk.reproduction.closed_form_tables import closed_form_over_heads, closed_form_over_sizes
 from mgk.reproduction.page import Grid, Page
 
 HEADS = (2, 4, 8, 12)
@@ -18,10 +18,13 @@ PAIRS = 32
 VARIANTS = ("mgk", "mgk-hard", "mgk-em", "smgk", "smgk-hard", "smgk-em")
 
 _BLIND = (
-    "Counted: every matrix product, 2 m n k each, and nothing else. The paper used fvcore, which counts a product as "
-    "m n k, and does not know the distances that its language models are made of."
+    "We count every matrix product, with 2 m n k operations each, and nothing else. The paper used fvcore, which "
+    "counts a product as m n k and does not know the distances that its language models are made of."
 )
-_TRAINING = "Training is three times forward: each product has two in the backward pass. The paper does not define it."
+_TRAINING = (
+    "Training costs three times a forward pass, since each product has two in the backward pass. The paper does not "
+    "define it."
+)
 
 
 def ratio_page(name: str, folder: Path) -> Page:
@@ -58,14 +61,15 @@ def ratio_page(name: str, folder: Path) -> Page:
         ),
     ]
     if name == "F3":
-        grids.append(_closed_form_over_sizes(widths, lengths))
+        grids.append(closed_form_over_sizes(widths, lengths))
     return Page(
         name=name,
         title=f"Cost of {mixture}-4 over {baseline}-8 in the WikiText-103 language model",
         text=(
             "A head is D / 8 wide in both models, and the feed-forward layer stays 2048 wide, as in both published "
-            "sizes; batch 1. What the adaptive softmax costs depends on the words that occur: without it, and with the "
-            f"output over the whole vocabulary. {_TRAINING} So the ratio is the same for both, and has one panel.",
+            "sizes; the batch is 1. The cost of the adaptive softmax depends on the words that occur. So one table "
+            "leaves the output out, and one has an output over the whole vocabulary. "
+            f"{_TRAINING} So the ratio of training is that of inference, and has no panel of its own.",
             _BLIND,
         ),
         grids=tuple(grids),
@@ -96,7 +100,7 @@ def heads_page(name: str, folder: Path) -> Page:
         for mixture in mixtures:
             statements += _heads_statements(costs[baseline], costs[mixture], attribute, with_parameters=not is_training)
     if name == "F4":
-        grids.append(_closed_form_over_heads())
+        grids.append(closed_form_over_heads(HEADS))
     batch = f"batch {PAIRS}" if is_training else "one pair"
     what = "FLOPs of a training iteration" if is_training else "FLOPs and parameters"
     draw_over_heads(panels, picture, title=f"Long Range Arena Retrieval, {batch}, 2 x 4096 tokens")
@@ -104,7 +108,8 @@ def heads_page(name: str, folder: Path) -> Page:
         name=name,
         title=f"{what} over the number of heads, Retrieval",
         text=(
-            f"Both documents, {batch}, 4096 tokens each. Heads are 32 wide. " + (_TRAINING if is_training else ""),
+            f"We count both documents, {batch}, of 4096 tokens each. Heads are 32 wide."
+            + (f" {_TRAINING}" if is_training else ""),
             _BLIND,
         ),
         grids=tuple(grids),
@@ -169,13 +174,14 @@ def variants_page(name: str, folder: Path) -> Page:
         name=name,
         title=f"{what} by way of learning, Retrieval",
         text=(
-            f"Both documents, {batch}, 4096 tokens each, one head of 32 as in Table 5; softmax with two. "
-            "Shifted keys share one product of queries and keys, which the paper's code has once for each component. "
-            "The sums that EM takes over the responsibilities are no matrix products, and are not counted. "
-            + (_TRAINING if is_training else ""),
+            f"We count both documents, {batch}, of 4096 tokens each. The models have one head of 32 as in Table 5, "
+            "softmax has two. Shifted keys share one product of queries and keys, which the paper's code has once for "
+            "each component. The sums that EM takes over the responsibilities are no matrix products, so they are "
+            "not counted."
+            + (f" {_TRAINING}" if is_training else ""),
             _BLIND,
         ),
-        grids=(Grid(title="", header=("row", "parameters", "FLOPs", "over softmax-2"), lines=lines),),
+        grids=(Grid(title="", header=("row", "parameters", "FLOPs", "times softmax-2"), lines=lines),),
         pictures=(picture,),
         statements=tuple(statements),
         numbers=len(lines),
@@ -242,36 +248,6 @@ def _falls(values: Sequence[float]) -> bool:
     return all(after < before - 1e-6 for before, after in itertools.pairwise(values))
 
 
-def _closed_form_over_sizes(widths: Sequence[int], lengths: Sequence[int]) -> Grid:
-    lines = []
-    for width in widths:
-        cells = []
-        for length in lengths:
-            shape = AttentionShape(tokens=length, heads=8, head_dim=width // 8, input_dim=width)
-            cells.append(f"{mixture_operations(shape) / softmax_operations(shape):.3f}")
-        lines.append((str(width), *cells))
-    return Grid(
-        title="One attention alone, by the paper's closed form (appendix B), its constant corrected",
-        header=("D", *(f"N = {length}" for length in lengths)),
-        lines=tuple(lines),
-    )
-
-
-def _closed_form_over_heads() -> Grid:
-    lines = []
-    for heads in HEADS:
-        shape = AttentionShape(tokens=4096, heads=heads, head_dim=32, input_dim=64)
-        softmax, printed, right = (
-            softmax_operations(shape), mixture_operations(shape, as_printed=True), mixture_operations(shape),
-        )  # fmt: skip
-        lines.append((str(heads), f"{softmax:,}", f"{printed:,}", f"{right:,}", f"{right / softmax:.4f}"))
-    return Grid(
-        title="One attention over 4096 tokens by the paper's closed form, operations",
-        header=("heads", "softmax", "MGK as printed", "MGK corrected", "corrected / softmax"),
-        lines=tuple(lines),
-    )
-
-
 def _lines(
     costs: Mapping[str, Sequence[Cost]], attribute: str, scale: float, baseline: str
 ) -> dict[str, Sequence[tuple[int, float]]]:
@@ -292,8 +268,8 @@ def _heads_grid(
                 line += [f"{cost.parameters:,}", f"{cost.parameters / full.parameters:.3f}"]
             lines.append(tuple(line))
         assert heads == costs[baseline][index].heads
-    header = ["row", unit, f"over {baseline}"]
-    header += ["parameters", f"over {baseline}"] if with_parameters else []
+    header = ["row", unit, f"times {baseline}"]
+    header += ["parameters", f"times {baseline}"] if with_parameters else []
     return Grid(title=f"{baseline.capitalize()} and its mixtures", header=tuple(header), lines=tuple(lines))
 
 

@@ -99,10 +99,10 @@ def _what(sizes: Mapping[str, int]) -> str:
     full, budget = cache_bytes(FULL), cache_bytes(FULL) // 2
     less = [f"{row} keeps {size:,}" for row, size in sizes.items() if size < budget]
     return (
-        f"{FULL} keeps {full:,} bytes for each token in bf16, keys and values of all layers. Every row here but the "
-        f"reference with that cache keeps {budget:,} or less ({', '.join(less)}: no number of its heads fits better). "
-        f"Rows that the recipe enwik8 has are its runs; the others are of {RECIPE}, with the same values. The paper "
-        "has no such table."
+        f"{FULL} keeps {full:,} bytes for each token in bf16, keys and values of all layers. All rows here but the "
+        f"reference with that cache keep {budget:,} bytes or less ({', '.join(less)}, since no number of its heads "
+        f"comes closer). Rows that the recipe enwik8 has as well are its runs. The others are runs of {RECIPE}, which "
+        "has the same settings. The paper has no such table."
     )
 
 
@@ -117,7 +117,7 @@ def _cost_grid(
         )
         for row in rows
     )  # fmt: skip
-    header = ("row", "cache, bytes a token", f"of {FULL}", "parameters", "test bits per byte", *throughput.HEADER)
+    header = ("row", "cache, bytes a token", f"share of {FULL}", "parameters", "test bits per byte", *throughput.HEADER)
     return Grid(title="", header=header, lines=lines)
 
 
@@ -156,5 +156,5 @@ def _best(sizes: Mapping[str, int], values: Mapping[str, Sequence[float]]) -> st
     ]
     return (
         f"Within {budget:,} bytes {best} has the lowest mean, {means[best]:.{BITS.decimals}f} bits per byte"
-        f"{''.join(beside)}. Which differences are more than chance the claims above say."
+        f"{''.join(beside)}. The claims above say which differences are more than chance."
     )

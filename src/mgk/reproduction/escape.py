@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mgk.reproduction.survival import Run
+
 
 def step_of_escape(curve: Sequence[Mapping[str, Any]], threshold: float) -> int | None:
     """Return the step of the first validation with an accuracy above ``threshold``; ``None`` if there is none.
@@ -23,3 +25,17 @@ def step_of_escape(curve: Sequence[Mapping[str, Any]], threshold: float) -> int 
         int(line["step"]) for line in curve if line.get("kind") == "valid" and line.get("accuracy", 0.0) > threshold
     ]
     return min(steps, default=None)
+
+
+def run_of(curve: Sequence[Mapping[str, Any]], threshold: float) -> Run | None:
+    """Return the step at which a run left, or the last at which it was tried and had not; ``None`` if it never was.
+
+    Args:
+        curve: as in :func:`step_of_escape`.
+        threshold: likewise.
+    """
+    tried = [int(line["step"]) for line in curve if line.get("kind") == "valid" and line["step"] > 0]
+    if not tried:
+        return None
+    step = step_of_escape(curve, threshold)
+    return (max(tried), False) if step is None else (step, True)

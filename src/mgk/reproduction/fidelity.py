@@ -12,6 +12,7 @@ from mgk.reproduction.metrics import metric
 from mgk.reproduction.missing import Need, find_missing
 from mgk.reproduction.page import Grid, Page
 from mgk.reproduction.published_code import ACCURACY, NOT_RUN, escapes, fidelity
+from mgk.reproduction.recipe import bundled
 from mgk.reproduction.results import Results
 from mgk.reproduction.statistics import contrast, mean, show
 
@@ -59,14 +60,15 @@ def fidelity_page(results: Results, seeds: int) -> Page:
         title=TITLE,
         text=(
             "The paper follows mlpen/Nystromformer, and its released code is a fork of NVIDIA/transformer-ls. This "
-            "page lists every difference to ours that an audit of these found. If a number may depend on it, a recipe "
-            "has the published choice, or our former one. A result belongs to the recipe that has its whole "
-            "configuration, so runs of a variant never count for the tables of the paper.",
+            "page lists every difference between our training and theirs that an audit found. If a number may depend "
+            "on a difference, there is a recipe with the published choice, or with our former one. A result belongs to "
+            "the recipe that has its whole configuration, so runs of a variant never count for the tables of the "
+            "paper.",
             "**The same as published:** " + " ".join(content["same"]),
-            "A run of ListOps starts on a plateau, where it predicts the majority class. It leaves the plateau when it "
-            "learns to read the outermost operator: we take the step of the first validation above "
+            "A run of ListOps starts on a plateau, where it predicts the largest class. It leaves the plateau when it "
+            "learns to read the outermost operator. We take that to be its first validation above "
             f'{100 * content["comparisons"][0]["plateau"]:.0f} %. The column "difference" is the mean of the variant '
-            "minus the mean of its recipe, in points, if both have runs.",
+            "minus the mean of its recipe, with the standard error of that, if both have runs.",
             content["control"]["text"],
             *published_code.sentences(controls, results),
             *same_start.sentences(pairs),
@@ -103,10 +105,10 @@ def _differences(listed: Sequence[Mapping[str, Any]]) -> Grid:
 
 def _rows(recipe: str, comparison: Mapping[str, Any]) -> Sequence[str]:
     """Return the rows of a variant; for the recipe itself, the rows that any variant has."""
-    own = mgk.recipes.load(recipe).rows
+    own = bundled(recipe).rows
     if recipe != comparison["recipe"] or not comparison["variants"]:
         return own
-    compared = {row for variant in comparison["variants"] for row in mgk.recipes.load(variant).rows}
+    compared = {row for variant in comparison["variants"] for row in bundled(variant).rows}
     return [row for row in own if row in compared]
 
 
@@ -126,9 +128,9 @@ def _comparison(comparison: Mapping[str, Any], rows: Mapping[str, Sequence[str]]
         if absent:
             listed = ", ".join(absent) if shown else "all rows"
             lines.append((recipe, listed, NOT_RUN, "", "", *(("", "") if threshold is not None else ())))
-    header: tuple[str, ...] = ("recipe", "row", ACCURACY.title, "difference", "paper")
+    header: tuple[str, ...] = ("recipe", "row", ACCURACY.title, "difference, points", "paper")
     if threshold is not None:
-        header = (*header, "left the plateau", "at step")
+        header = (*header, "left the plateau", "at steps")
     title = f"{comparison['recipe']} and its variants" if comparison["variants"] else comparison["recipe"]
     return Grid(title=title, header=header, lines=tuple(lines))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mgk.recipes
-from mgk.reproduction.recipe import home
+from mgk.reproduction.recipe import bundled, home
 from mgk.training.agreement import recipe_differences, was_packed
 from mgk.training.configuration import RunConfig
 from mgk.training.resolved_model import model_of_record
@@ -52,7 +52,7 @@ def file_result(content: Mapping[str, Any]) -> Filing:
     if not changed:
         return Filing(recipe=home(name, row))
     for other in _relatives(name):
-        if row in _recipe(other).rows and not recipe_differences(content, _config(other, row, seed)):
+        if row in bundled(other).rows and not recipe_differences(content, _config(other, row, seed)):
             return Filing(recipe=home(other, row), differences=changed)
     return Filing(recipe=None, differences=changed)
 
@@ -85,13 +85,8 @@ def refiled(content: Mapping[str, Any], recipe: str) -> dict[str, Any]:
 
 
 @functools.cache
-def _recipe(name: str) -> mgk.recipes.Recipe:
-    return mgk.recipes.load(name)
-
-
-@functools.cache
 def _row_config(name: str, row: str) -> RunConfig:
-    return _recipe(name).config(row)
+    return bundled(name).config(row)
 
 
 def _config(name: str, row: str, seed: int) -> RunConfig:
@@ -101,5 +96,5 @@ def _config(name: str, row: str, seed: int) -> RunConfig:
 @functools.cache
 def _relatives(name: str) -> tuple[str, ...]:
     """Return the other recipes on the same corpus."""
-    corpora = {each: _recipe(each).values["data"]["corpus"] for each in mgk.recipes.names()}
+    corpora = {each: bundled(each).values["data"]["corpus"] for each in mgk.recipes.names()}
     return tuple(each for each, corpus in corpora.items() if each != name and corpus == corpora[name])

@@ -16,14 +16,14 @@ from mgk.reproduction.statistics import mean, t_quantile
 
 @dataclass(frozen=True, kw_only=True)
 class Improvement:
-    """The probability that the first row is better, and its confidence interval."""
+    """The probability that the first row is better, and its 95 % confidence interval."""
 
     probability: float
     low: float
     high: float
 
 
-def improvement(tasks: Sequence[tuple[Sequence[float], Sequence[float]]], level: float = 0.95) -> Improvement:
+def improvement(tasks: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Improvement:
     """Compute the probability that a run of the first row is above a run of the second.
 
     The interval is Newcombe's score interval (Statistics in Medicine 25, 2006, method 5). The bootstrap of the paper
@@ -32,14 +32,12 @@ def improvement(tasks: Sequence[tuple[Sequence[float], Sequence[float]]], level:
 
     Args:
         tasks: values of the first and the second row for each task.
-        level: level of the interval.
     """
     if not tasks or not all(first and second for first, second in tasks):
         raise ValueError("a probability of improvement needs values of both rows in every task, got none of one")
     shares = [_share(first, second) for first, second in tasks]
     limits = [
-        _score_interval(share, len(first), len(second), level)
-        for share, (first, second) in zip(shares, tasks, strict=True)
+        _score_interval(share, len(first), len(second)) for share, (first, second) in zip(shares, tasks, strict=True)
     ]
     centre = mean(shares)
     below, above = (
@@ -55,9 +53,9 @@ def _share(first: Sequence[float], second: Sequence[float]) -> float:
     return wins / (len(first) * len(second))
 
 
-def _score_interval(share: float, first: int, second: int, level: float) -> tuple[float, float]:
-    """Return the range of probabilities that are consistent with the observed share at this level."""
-    quantile = t_quantile((1 + level) / 2, math.inf)
+def _score_interval(share: float, first: int, second: int) -> tuple[float, float]:
+    """Return the range of probabilities that are consistent with the observed share at the level of 95 %."""
+    quantile = t_quantile(0.975, math.inf)
     degrees = (first + second) / 2 - 1
 
     def is_far(probability: float) -> bool:

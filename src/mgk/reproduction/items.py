@@ -16,13 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgk.reproduction.metrics import METRICS
+from mgk.reproduction.recipe import home
 from mgk.reproduction.results import Key, Results
 from mgk.reproduction.statistics import mean, t_quantile
 
 DRAWS = 2000
 LEVEL = 0.95
 ACCURACY = METRICS["test_accuracy"]
-RESAMPLED, BINOMIAL = "seeds and items", "items, binomial"
+RESAMPLED, ITEMS, BINOMIAL = "seeds and items", "items", "items, binomial"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class ItemInterval:
     high: float
     """Upper limit in percent."""
     over: str
-    """:data:`RESAMPLED`, or :data:`BINOMIAL` if some result has no record of items."""
+    """What was drawn: :data:`RESAMPLED`, :data:`ITEMS` of one seed, or :data:`BINOMIAL` without a record of items."""
 
 
 def accuracy_interval(results: Results, recipe: str, row: str) -> ItemInterval | None:
@@ -41,7 +42,7 @@ def accuracy_interval(results: Results, recipe: str, row: str) -> ItemInterval |
     draws = _draws(results, recipe, row)
     if draws is not None:
         weights = _seed_weights(len(draws), 0)
-        return _percentiles((draws * weights).sum(axis=0))
+        return _percentiles((draws * weights).sum(axis=0), RESAMPLED if len(draws) > 1 else ITEMS)
     found = _binomial(results, recipe, row)
     if found is None:
         return None
@@ -68,7 +69,7 @@ def difference_interval(results: Results, recipes: Sequence[str], first: str, se
         own = _seed_weights(len(ours), 2 * number)
         other = own if are_pairs else _seed_weights(len(theirs), 2 * number + 1)
         total += (ours * own).sum(axis=0) - (theirs * other).sum(axis=0)
-    return _percentiles(total / len(recipes))
+    return _percentiles(total / len(recipes), RESAMPLED)
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:
@@ -103,6 +104,7 @@ def resample(right: NDArray[np.bool_], draws: int = DRAWS, seed: int = 0) -> NDA
 def _draws(results: Results, recipe: str, row: str) -> NDArray[np.float64] | None:
     """Accuracies in percent on resampled items, ``[seeds, draws]``; ``None`` if a seed has no record of items."""
     seeds = _seeds(results, recipe, row)
+    recipe = home(recipe, row)
     known = _resampled(results, recipe)
     if not seeds or any((recipe, row, seed) not in known for seed in seeds):
         return None
@@ -136,15 +138,15 @@ def _seed_weights(seeds: int, stream: int) -> NDArray[np.float64]:
     return random.multinomial(seeds, [1 / seeds] * seeds, DRAWS).T / seeds
 
 
-def _percentiles(draws: NDArray[np.float64]) -> ItemInterval:
+def _percentiles(draws: NDArray[np.float64], over: str) -> ItemInterval:
     low, high = np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return ItemInterval(low=float(low), high=float(high), over=RESAMPLED)
+    return ItemInterval(low=float(low), high=float(high), over=over)
 
 
 def _binomial(results: Results, recipe: str, row: str) -> tuple[float, float] | None:
     """Return the mean share of right answers and the number of items, which further seeds do not increase."""
     values = results.values(recipe, row, ACCURACY)
-    counts = [results.test_items((recipe, row, seed)) for seed in values]
+    counts = [results.test_items((home(recipe, row), row, seed)) for seed in values]
     known = [count for count in counts if count is not None]
     if not values or len(known) < len(counts):
         return None

@@ -108,7 +108,7 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Mapping[str, tuple[list[int], li
         axes.set_yscale("log")
         _plain_ticks(axes)
     else:
-        axes.xaxis.set_major_formatter(lambda value, _: _thousands(value))
+        axes.xaxis.set_major_formatter(lambda value, _: thousands(value))
         axes.locator_params(axis="x", nbins=5)
     axes.set_title(panel.title)
     axes.set_xlabel("step")
@@ -126,10 +126,11 @@ def _plain_ticks(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_formatter(lambda value, _: _thousands(value))
+    axes.xaxis.set_major_formatter(lambda value, _: thousands(value))
 
 
-def _thousands(value: float) -> str:
+def thousands(value: float) -> str:
+    """``2k`` for 2,000."""
     return f"{value / 1000:g}k" if value >= 1000 else f"{value:g}"
 
 

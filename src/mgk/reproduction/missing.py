@@ -40,6 +40,8 @@ class Missing:
     """Description: rows and seeds of a recipe."""
     commands: tuple[str, ...]
     """Commands that produce it, in order."""
+    runs: int = 0
+    """Number of training runs among it."""
 
 
 def find_missing(results: Results, needs: Sequence[Need], page: str) -> list[Missing]:
@@ -76,7 +78,7 @@ def find_missing(results: Results, needs: Sequence[Need], page: str) -> list[Mis
     sources = {need.metric.source for need in needs if need.metric is not None}
     if (untrained or after) and sources & {"evaluation", "curve"}:
         command = f"mgk reproduce {page} --collect {RUNS} --results {results.folder}"
-        listed.append(Missing(what="what the runs hold, brought here", commands=(command,)))
+        listed.append(Missing(what="the results of these runs, collected from their folders", commands=(command,)))
     return listed
 
 
@@ -105,6 +107,14 @@ def seed_range(seeds: Sequence[int]) -> str:
     return ",".join(parts)
 
 
+def _seeds_in_words(seeds: Sequence[int]) -> str:
+    return f"seed{'s' if len(seeds) > 1 else ''} {seed_range(seeds)}"
+
+
+def _measurement_in_words(what: str) -> str:
+    return what if what == "analysis" else f"evaluation on the {what.split()[0]} set"
+
+
 def _training(results: Results, recipe: str, rows: dict[str, set[int]]) -> list[Missing]:
     """Return the missing training runs. Rows that lack the same seeds share one sweep."""
     together: dict[tuple[int, ...], list[str]] = {}
@@ -120,8 +130,8 @@ def _training(results: Results, recipe: str, rows: dict[str, set[int]]) -> list[
                 f"--results {results.folder}"
             )
         count = len(seeds) * len(names)
-        what = f"{recipe}: {count} run{'s' if count > 1 else ''}, {', '.join(names)}, seed {seed_range(seeds)}"
-        listed.append(Missing(what=what, commands=(command,)))
+        what = f"{recipe}: {count} run{'s' if count > 1 else ''}, {', '.join(names)}, {_seeds_in_words(seeds)}"
+        listed.append(Missing(what=what, commands=(command,), runs=count))
     return listed
 
 
@@ -135,7 +145,7 @@ def _afterwards(results: Results, recipe: str, row: str, seeds: Sequence[int], w
         to = f"{results.folder}/{ANALYSIS}/{run_name(recipe, row, 0).removesuffix('0')}"
         commands.append(_for_each(seeds, f"mgk analyze {folder}", f" --samples {SAMPLES} --to {to}", ""))
     return Missing(
-        what=f"{recipe} {row}, seed {seed_range(seeds)}: {', '.join(each.split()[0] for each in sorted(what))}",
+        what=f"{recipe}, {row}, {_seeds_in_words(seeds)}: {', '.join(map(_measurement_in_words, sorted(what)))}",
         commands=tuple(commands),
     )
 

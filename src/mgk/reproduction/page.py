@@ -6,9 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mgk.reproduction.claims import LEVEL, MINIMUM_SEEDS, Verdict, show_p
+from mgk.reproduction.claims import NOISES, Verdict, show_p
 from mgk.reproduction.items import BINOMIAL
 from mgk.reproduction.missing import Missing, Need
+
+_TALLIED = {
+    "holds": ("holds", "hold"),
+    "does not hold": ("does not hold", "do not hold"),
+    "not yet enough seeds": ("waits for seeds", "wait for seeds"),
+    "not yet measured": ("waits for a measurement", "wait for measurements"),
+    "corpus not to be had": ("lacks its corpus", "lack their corpus"),
+}
+"""What one comparison does, or several, where that is not its outcome word by word."""
+UNDECIDED = ("not yet enough seeds", "not yet measured", "corpus not to be had")
+"""Outcomes of comparisons that nothing has been found out about."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +73,10 @@ class Page:
         outcomes += ["holds" if holds else "does not hold" for _, holds, _ in self.statements]
         if not outcomes:
             return "no claims"
-        return ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes))
+        counts = {outcome: outcomes.count(outcome) for outcome in dict.fromkeys(outcomes)}
+        return ", ".join(
+            f"{count} {_TALLIED.get(outcome, (outcome, outcome))[count > 1]}" for outcome, count in counts.items()
+        )
 
     @property
     def state(self) -> str:
@@ -78,11 +92,11 @@ def markdown(page: Page) -> str:
         parts += [f"**{grid.title}**"] if grid.title else []
         parts.append(markdown_table(grid))
     if page.statements:
-        parts += ["## Claims", "Counted, so no test is needed.", _statements(page)]
+        parts += ["## Claims", "These are counted, so no test is needed.", _statements(page)]
     if page.verdicts:
-        parts += ["## Claims", test_in_words(), *_verdicts(page.verdicts)]
+        parts += ["## Claims", _test_in_words(page.verdicts), *_verdicts(page.verdicts)]
     if page.missing:
-        parts += ["## Missing", *_missing(page.missing)]
+        parts += ["## Missing", _missing(page.missing)]
     if page.notes:
         parts += ["## Notes", "\n".join(f"- {note}" for note in page.notes)]
     if page.ending:
@@ -105,19 +119,18 @@ def title(page: Page) -> str:
     return page.title
 
 
-def test_in_words() -> str:
-    """Describe the test behind the verdicts."""
+def _test_in_words(verdicts: Sequence[Verdict]) -> str:
+    """Describe the test behind the verdicts in a sentence, with a link to the rest."""
+    explained = "[What a verdict is](../reproduction.md#what-a-verdict-is)"
+    if all(verdict.claim.metric.source == "benchmark" for verdict in verdicts):
+        return (
+            f"A time is less than another if they are more than {NOISES} times the noise of both apart. Bytes are "
+            f"exact. A difference is positive if the first row is better. {explained} says more."
+        )
     return (
-        f"A verdict comes from Welch's t test between the seeds of two rows: two-sided, level {LEVEL}, with at least "
-        f"{MINIMUM_SEEDS} seeds in each row. Holm's method adjusts the p values over the comparisons of one sentence. "
-        '"Not worse" is tested against the margin of the metric: 0.5 points of accuracy, perplexity or BLEU, 0.01 '
-        'bits. These margins are our choice, since the paper states none. "Not shown" means that the seeds decide '
-        "neither way.\n\n"
-        "A difference is positive if the first row is better, and its 95 % interval is not adjusted. "
-        '"Paired p" tests the differences between runs with the same seed, with the same adjustment; it decides '
-        'nothing. "P(better)" is the probability that a run of the first row beats a run of the second, with its 95 % '
-        'interval. "Over test items" is the 95 % interval of the difference under resampling of test items and seeds; '
-        '"binomial" marks intervals over items alone, for results that do not record which items were right.'
+        "A verdict comes from Welch's t test between the seeds of two rows, adjusted by Holm's method over the "
+        "comparisons of one sentence. A difference is positive if the first row is better. "
+        f'{explained} explains the test, the margin of "not worse", and every column.'
     )
 
 
@@ -133,20 +146,19 @@ def verdict_grid(verdicts: Sequence[Verdict]) -> Grid:
     for verdict in verdicts:
         digits = verdict.claim.metric.decimals
         published = "" if verdict.published is None else f"{verdict.published:+.{digits}f}"
-        seeds = "" if verdict.outcome == "corpus not to be had" else f"{verdict.seeds[0]}, {verdict.seeds[1]}"
+        has_seeds = verdict.outcome != "corpus not to be had" and verdict.claim.metric.source != "benchmark"
+        seeds = f"{verdict.seeds[0]}, {verdict.seeds[1]}" if has_seeds else ""
         paired = "" if verdict.paired_p is None else show_p(verdict.paired_p)
         found = verdict.improvement
         likely = "" if found is None else f"{found.probability:.2f} [{found.low:.2f}, {found.high:.2f}]"
         lines.append(
             (verdict.claim.what, published, verdict.why, paired, likely, _over_items(verdict), seeds, verdict.outcome)
         )
-    optional = ("paired p", "P(better)", "over test items")
-    header = ("comparison", "in the paper", "ours", *optional, "seeds", "verdict")
-    # Columns that no verdict fills are left out: perplexities have no items, and times no runs.
-    shown = [
-        place for place, name in enumerate(header)
-        if name not in optional or any(line[place] for line in lines)
-    ]  # fmt: skip
+    header = (
+        "comparison", "in the paper", "ours", "paired p", "P(better)", "over test items", "seeds of each", "verdict"
+    )  # fmt: skip
+    # Columns that no verdict fills are left out: perplexities have no items, and times no seeds.
+    shown = [place for place in range(len(header)) if any(line[place] for line in lines)]
     return Grid(
         title="",
         header=tuple(header[place] for place in shown),
@@ -184,33 +196,55 @@ def verdict_in_words(verdicts: Sequence[Verdict]) -> str:
     """What holds, what does not, and what is open, sentence by sentence."""
     found: dict[str, list[str]] = {}
     for (sentence, _), own in by_sentence(verdicts).items():
-        found.setdefault(summary(own), []).append(sentence.removesuffix("."))
+        found.setdefault(summary(own), []).append(f"“{sentence.removesuffix('.')}”")
+    if list(found) == ["not yet enough seeds"]:
+        return "There are not yet enough runs to judge any of these sentences."
     starts = {
-        "holds": "It holds:", "does not hold": "It does not hold, in one comparison at least:",
-        "not shown": "The seeds do not decide:", "not yet enough seeds": "There are not enough runs yet to say:",
-        "not yet measured": "It is not measured yet:", "corpus not to be had": "It cannot be judged:",
-        "holds where its corpus can be had": "It holds where its corpus can be had:",
-    }  # fmt: skip
+        "holds": "These sentences hold:",
+        "does not hold": "These do not hold, in at least one comparison:",
+        "not shown": "The seeds do not decide these:",
+        "not yet enough seeds": "These wait for more runs:",
+        "not yet measured": "These are not measured yet:",
+        "corpus not to be had": "These cannot be judged without their corpus:",
+        "holds where its corpus can be had": "These hold wherever their corpus can be had:",
+    }
     return " ".join(
-        f"**{start}** {'; '.join(found[outcome])}." for outcome, start in starts.items() if outcome in found
+        f"**{start}** {', '.join(found[outcome])}." for outcome, start in starts.items() if outcome in found
     )
 
 
+def folded(summary_of_it: str, content: str) -> str:
+    """Return content that readers see after a click on its summary, which is HTML. GitHub needs the empty lines."""
+    return f"<details>\n<summary>{summary_of_it}</summary>\n\n{content}\n\n</details>"
+
+
 def _verdicts(verdicts: Sequence[Verdict]) -> list[str]:
+    """Return a table for each sentence; folded where none of its comparisons has been decided."""
     parts = []
     for (sentence, where), own in by_sentence(verdicts).items():
-        parts += [f"**{sentence}** ({where}) — {summary(own)}.", markdown_table(verdict_grid(own))]
+        table = markdown_table(verdict_grid(own))
+        if all(verdict.outcome in UNDECIDED for verdict in own):
+            count = f"{len(own)} comparison{'s' if len(own) > 1 else ''}"
+            parts.append(folded(f"<b>{sentence}</b> ({where}): {summary(own)}, {count}", table))
+        else:
+            parts += [f"**{sentence}** ({where}): {summary(own)}.", table]
     return parts
 
 
 def _statements(page: Page) -> str:
     lines = tuple((what, why, "holds" if holds else "does not hold") for what, holds, why in page.statements)
-    return markdown_table(Grid(title="", header=("the paper", "ours", "verdict"), lines=lines))
+    return markdown_table(Grid(title="", header=("what the paper says", "what we count", "verdict"), lines=lines))
 
 
-def _missing(missing: Sequence[Missing]) -> list[str]:
+def _missing(missing: Sequence[Missing]) -> str:
+    """Return what is missing and the commands that make it, folded below its number."""
+    runs = sum(each.runs for each in missing)
+    if runs:
+        count = f"{runs:,} training run{'s are' if runs > 1 else ' is'}"
+    else:
+        count = "Measurements are"
     parts = ["\n".join(f"- {each.what}" for each in missing)]
     commands = [command for each in missing for command in each.commands]
     if commands:
         parts.append("```bash\n" + "\n".join(commands) + "\n```")
-    return parts
+    return folded(f"{count} missing: which, and the commands that make them", "\n\n".join(parts))

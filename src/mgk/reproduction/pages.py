@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mgk.reproduction import cost_pages, equal_cache, fidelity, plateau, shift, trained_pages
@@ -12,12 +12,16 @@ from mgk.reproduction.tables import OURS, SEEDS, own_page, table_names, table_pa
 
 ALL = "all"
 INDEX = "README.md"
+QUESTIONS_OF_OURS: Mapping[str, Callable[[Results, Path, int], Page]] = {
+    equal_cache.NAME: equal_cache.equal_cache_page, plateau.NAME: plateau.plateau_page, shift.NAME: shift.shift_page,
+}  # fmt: skip
+"""Pages about one question each, which the paper does not ask."""
 
 
 def names() -> list[str]:
     """Return the names of all pages: tables, then figures, as in the paper, then our own experiments."""
     figures = sorted({**cost_pages.PAGES, **trained_pages.PAGES}, key=lambda name: int(name[1:]))
-    return [*table_names(), *figures, *OURS, equal_cache.NAME, plateau.NAME, shift.NAME, fidelity.NAME]
+    return [*table_names(), *figures, *OURS, *QUESTIONS_OF_OURS, fidelity.NAME]
 
 
 def parse_names(given: Sequence[str]) -> list[str]:
@@ -47,16 +51,12 @@ def build(name: str, results: Results, folder: Path, seeds: int = SEEDS) -> Page
         raise ValueError(f"seeds must be at least 1, got {seeds}")
     if name == fidelity.NAME:
         return fidelity.fidelity_page(results, seeds)
-    if name == equal_cache.NAME:
-        return equal_cache.equal_cache_page(results, folder, seeds)
+    if name in QUESTIONS_OF_OURS:
+        return QUESTIONS_OF_OURS[name](results, folder, seeds)
     if name in cost_pages.PAGES:
         return cost_pages.PAGES[name](name, folder)
     if name in trained_pages.PAGES:
         return trained_pages.PAGES[name](name, results, folder, seeds)
-    if name == plateau.NAME:
-        return plateau.plateau_page(name, results, folder, seeds)
-    if name == shift.NAME:
-        return shift.shift_page(results, folder, seeds)
     return own_page(name, results, seeds) if name in OURS else table_page(name, results, seeds)
 
 
@@ -78,8 +78,8 @@ def write_index(pages: Sequence[Page], results: Results, folder: Path) -> Path:
         header(ALL),
         "# Results",
         "Every table and figure of the paper, made again from `results/`: the paper's number beside ours, mean ± "
-        "standard error over seeds, and a verdict on each claim. How to read them and how to make what is missing: "
-        "[reproduction](../reproduction.md).",
+        "standard error over seeds, and a verdict on each claim. [Reproducing the paper](../reproduction.md) explains "
+        "how to read the pages and how to make what is missing.",
         markdown_table(Grid(title="", header=("page", "what", "state", "claims"), lines=lines)),
     ]
     if results.notes:

@@ -13,19 +13,20 @@ from pathlib import Path
 import mgk.recipes
 from mgk.reproduction import survival_curves
 from mgk.reproduction.claims import LEVEL, MINIMUM_SEEDS, show_p
-from mgk.reproduction.escape import step_of_escape
+from mgk.reproduction.escape import run_of
 from mgk.reproduction.metrics import metric
 from mgk.reproduction.missing import Need, find_missing
 from mgk.reproduction.page import Grid, Page
 from mgk.reproduction.recipe import bundled, is_extension
 from mgk.reproduction.results import Results
 from mgk.reproduction.statistics import holm
-from mgk.reproduction.survival import LogRank, Run, log_rank, median
+from mgk.reproduction.survival import FEWEST, LogRank, Run, log_rank, median
 
 NAME = "plateau"
 THRESHOLD = 0.3
 """Between the largest class (17 to 19 %) and what the outermost operator gives (36 to 37 %)."""
 MAIN = "lra/listops"
+WAITING = "too few runs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +34,15 @@ class Question:
     """Which kind of attention is said to leave earlier than which, over several numbers of heads."""
 
     what: str
-    """In words that follow the names of recipes."""
+    """A clause with "earlier" in it, that follows "that" or "whether"."""
     pairs: tuple[tuple[str, str], ...]
     """The row that is said to leave earlier comes first."""
 
 
 def _question(first: str, second: str, factor: int, changes: str = "") -> Question:
-    heads = "equal heads" if factor == 1 else "half the heads"
-    named = f"{second}{changes}"
+    heads = "as many heads" if factor == 1 else "twice as many heads"
     return Question(
-        what=f"{first} leaves earlier than {named}, {heads}",
+        what=f"{first} leaves earlier than {second}{changes} with {heads}",
         pairs=tuple((f"{first}-{count}", f"{second}-{factor * count}{changes}") for count in (1, 2, 4)),
     )
 
@@ -78,10 +78,10 @@ class Answer:
 
     @property
     def outcome(self) -> str:
-        return "not yet enough runs" if self.together is None else _outcome(self.together, self.p)
+        return WAITING if self.together is None else _outcome(self.together, self.p)
 
 
-def plateau_page(name: str, results: Results, folder: Path, seeds: int) -> Page:
+def plateau_page(results: Results, folder: Path, seeds: int) -> Page:
     """The page: a section for each recipe of ListOps that has curves, none mixed with another."""
     pictures: list[Path] = []
     grids: list[Grid] = []
@@ -89,7 +89,7 @@ def plateau_page(name: str, results: Results, folder: Path, seeds: int) -> Page:
     numbers = 0
     for recipe in recipes(results):
         rows = escapes(results, recipe)
-        picture = folder / f"{name}-{recipe.replace('/', '-')}.png"
+        picture = folder / f"{NAME}-{recipe.replace('/', '-')}.png"
         numbers += survival_curves.draw(rows, picture, title=f"{recipe}: runs that are still on the plateau")
         pictures.append(picture)
         answers = answer(rows, questions(recipe))
@@ -98,13 +98,13 @@ def plateau_page(name: str, results: Results, folder: Path, seeds: int) -> Page:
     wanted = dict.fromkeys(row for question in questions(MAIN) for pair in question.pairs for row in pair)
     needs = [Need(recipe=MAIN, row=row, metric=metric("mean_valid_accuracy"), seeds=seeds) for row in wanted]
     return Page(
-        name=name,
+        name=NAME,
         title="Leaving the plateau of ListOps",
         text=(_what(), *sentences),
         grids=tuple(grids),
         pictures=tuple(pictures),
         needs=tuple(needs),
-        missing=tuple(find_missing(results, needs, name)),
+        missing=tuple(find_missing(results, needs, NAME)),
         notes=(*NOTES, *results.notes_about(recipes(results) or [MAIN])),
         numbers=numbers,
     )
@@ -133,15 +133,11 @@ def escapes(results: Results, recipe: str, wanted: Sequence[str] | None = None) 
     """
     found: dict[str, list[Run]] = {}
     for row in results.rows(recipe) if wanted is None else wanted:
-        curves = {
-            seed: lines for seed, lines in results.curves(recipe, row).items() if seed in results.trained(recipe, row)
-        }
-        for lines in curves.values():
-            tried = [int(line["step"]) for line in lines if line.get("kind") == "valid" and line["step"] > 0]
-            if not tried:
-                continue
-            step = step_of_escape(lines, THRESHOLD)
-            found.setdefault(row, []).append((max(tried), False) if step is None else (step, True))
+        trained = results.trained(recipe, row)
+        for seed, lines in results.curves(recipe, row).items():
+            run = run_of(lines, THRESHOLD) if seed in trained else None
+            if run is not None:
+                found.setdefault(row, []).append(run)
     order = bundled(recipe).rows
     return dict(sorted(found.items(), key=lambda each: order.index(each[0]) if each[0] in order else len(order)))
 
@@ -169,51 +165,77 @@ def answer(rows: Mapping[str, Sequence[Run]], asked: Sequence[Question]) -> list
     return found
 
 
-def findings(recipe: str, rows: Mapping[str, Sequence[Run]], answers: Sequence[Answer]) -> str:
-    """What holds on a recipe, what does not, and what its runs do not show."""
+def said(answers: Sequence[Answer]) -> list[str]:
+    """What the tests show, what they leave open, and what has too few runs: a sentence each."""
+
+    def clauses(outcome: str, start: str, replaced: str = "earlier") -> list[str]:
+        return [
+            f"{start} {each.question.what.replace('earlier', replaced)} (p {show_p(each.p)})"
+            for each in answers
+            if each.outcome == outcome
+        ]
+
+    waiting = [f"whether {each.question.what}" for each in answers if each.outcome == WAITING]
+    found = {
+        "The tests show": clauses("holds", "that") + clauses("does not hold", "that", "later"),
+        "The tests do not decide": clauses("not shown", "whether"),
+        "There are too few runs to say": waiting,
+    }
+    return [f"{start} {_listed(own)}." for start, own in found.items() if own]
+
+
+def _listed(clauses: Sequence[str]) -> str:
+    *others, last = clauses
+    word = "or" if last.startswith("whether") else "and"
+    return f"{', '.join(others)}, {word} {last}" if others else last
+
+
+def left(rows: Mapping[str, Sequence[Run]]) -> str:
+    """``45 of 55 runs left the plateau``."""
     runs = [run for own in rows.values() for run in own]
-    parts = [f"**{recipe}**: {sum(left for _, left in runs)} of {len(runs)} runs left the plateau."]
-    words = {"holds": "It holds that", "does not hold": "It does not hold that", "not shown": "It is not shown that"}
-    for outcome, start in words.items():
-        own = [f"{each.question.what} (p {show_p(each.p)})" for each in answers if each.outcome == outcome]
-        if own:
-            parts.append(f"{start} {'; that '.join(own)}.")
-    return " ".join(parts)
+    return f"{sum(has_left for _, has_left in runs)} of {len(runs)} runs left the plateau"
+
+
+def findings(recipe: str, rows: Mapping[str, Sequence[Run]], answers: Sequence[Answer]) -> str:
+    """What the runs of a recipe show, and what they do not."""
+    return " ".join([f"**{recipe}**: {left(rows)}.", *said([each for each in answers if each.outcome != WAITING])])
 
 
 def sentence(recipe: str, rows: Mapping[str, Sequence[Run]], answers: Sequence[Answer]) -> str:
     """Likewise, with the questions that are still open, and the rows whose runs did not all leave."""
-    parts = [findings(recipe, rows, answers)]
-    stayed = {row: sum(not left for _, left in own) for row, own in rows.items()}
-    open_questions = [each.question.what for each in answers if each.outcome == "not yet enough runs"]
-    if open_questions:
-        parts.append(f"Not yet enough runs to say whether {'; or whether '.join(open_questions)}.")
+    stayed = {row: sum(not has_left for _, has_left in own) for row, own in rows.items()}
     never = [f"{count} of {len(rows[row])} of {row}" for row, count in stayed.items() if count]
-    parts.append(f"Still there at their last step: {', '.join(never)}." if never else "No run stayed there.")
-    return " ".join(parts)
+    end = f"Still there at their last step: {', '.join(never)}." if never else "No run stayed there."
+    return " ".join([f"**{recipe}**: {left(rows)}.", *said(answers), end])
 
 
 NOTES = (
-    "A + marks runs that had not left at their last step: they are censored there, not counted as leaving.",
-    "Medians are those of the survival curve, with the interval of Brookmeyer and Crowley; five runs set no upper "
-    "limit.",
-    "Chi-square is that of the log-rank test; p is exact, from all ways of sharing out the runs of a comparison among "
-    "its two rows. All heads together is the test with a stratum for each pair, its p adjusted by Holm over the "
-    "questions; those of single pairs over the pairs of their question.",
-    "Steps are those of validations, so they are known to one interval of validation.",
+    "In the figures a + marks a run that was still on the plateau at its last step. Such a run is censored there: it "
+    "does not count as leaving.",
+    "A median is that of the survival curve, with the 95 % interval of Brookmeyer and Crowley. Where fewer than half "
+    f"of the runs have left there is no median. Fewer than {FEWEST} runs set no limits, and a few more no upper one.",
+    "The p of a log-rank test is exact: it counts all ways of sharing out the runs between the two rows. The test of "
+    "all heads together has a stratum for each pair of rows, and its p is adjusted by Holm's method over the questions "
+    "of the recipe; the p of a single pair is adjusted over the pairs of its question. Where no result of so few runs "
+    f'could have a p below {LEVEL}, as with three runs in each row, the verdict is "{WAITING}".',
+    "A step is that of a validation, so it is known to one interval between validations. "
+    "[Leaving the plateau](../reproduction.md#leaving-the-plateau) explains all of this.",
 )
 
 
 def _what() -> str:
     return (
-        f"A model of ListOps predicts the largest class first (17 to 19 %), and then, within a few hundred steps, what "
-        f"the outermost operator says (36 to 37 %). A run has left the plateau at the first validation above "
-        f"{100 * THRESHOLD:.0f} %. Each recipe stands for itself: runs of different recipes are never put together. "
-        "Which part of smgk makes it leave early: [shift](shift.md)."
+        "A model of ListOps first predicts the largest class, which is right for 17 to 19 % of the samples, and then, "
+        "within a few hundred steps, what the outermost operator says, which is right for 36 to 37 %. A run has left "
+        f"the plateau at its first validation above {100 * THRESHOLD:.0f} %. Each recipe stands for itself: runs of "
+        "different recipes are never put together. [Shift](shift.md) asks which part of smgk makes it leave early."
     )
 
 
 def _outcome(tested: LogRank, p: float) -> str:
+    if tested.least >= LEVEL:
+        # Three runs against three have but 20 ways, so no result of theirs could have shown anything.
+        return WAITING
     if p >= LEVEL:
         return "not shown"
     return "holds" if tested.excess > 0 else "does not hold"
@@ -222,13 +244,13 @@ def _outcome(tested: LogRank, p: float) -> str:
 def _row_grid(recipe: str, rows: Mapping[str, Sequence[Run]]) -> Grid:
     lines = []
     for row, runs in rows.items():
-        left = sorted(time for time, happened in runs if happened)
+        steps = sorted(time for time, happened in runs if happened)
         half = median(runs)
-        reach = "" if not left else f"{left[0]:,.0f}" if len(left) == 1 else f"{left[0]:,.0f} to {left[-1]:,.0f}"
+        reach = "" if not steps else _step(steps[0]) if len(steps) == 1 else f"{_step(steps[0])} to {_step(steps[-1])}"
         lines.append(
-            (row, str(len(runs)), str(len(left)), _step(half.time), _limits(half.low, half.high), reach)
+            (row, str(len(runs)), str(len(steps)), _step(half.time), _limits(half.low, half.high), reach)
         )  # fmt: skip
-    header = ("row", "runs", "left", "median step", "95 % interval", "steps of those that left")
+    header = ("row", "runs", "of which left", "median step", "its 95 % interval", "steps at which they left")
     return Grid(title=f"{recipe}, by row", header=header, lines=tuple(lines))
 
 
@@ -238,9 +260,11 @@ def _test_grid(recipe: str, rows: Mapping[str, Sequence[Run]], answers: Sequence
         pairs = list(each.tested)
         for first, second in pairs:
             found, p = each.tested[first, second], each.adjusted[first, second]
-            left = left_of(rows, [(first, second)])
             lines.append(
-                (f"{first} earlier than {second}", left, *_numbers(found), show_p(p), _outcome(found, p))
+                (
+                    f"{first} earlier than {second}", left_of(rows, [(first, second)]), *_numbers(found), show_p(p),
+                    _outcome(found, p),
+                )
             )  # fmt: skip
         if each.together is None:
             lines.append((each.question.what, "", "", "", "", each.outcome))
@@ -251,7 +275,7 @@ def _test_grid(recipe: str, rows: Mapping[str, Sequence[Run]], answers: Sequence
                     show_p(each.p), each.outcome,
                 )
             )  # fmt: skip
-    header = ("comparison", "runs that left", "chi-square", "p", "p, adjusted", "verdict")
+    header = ("comparison", "runs that left", "chi-square", "p", "adjusted p", "verdict")
     return Grid(title=f"{recipe}, log-rank tests", header=header, lines=tuple(lines))
 
 
@@ -264,7 +288,7 @@ def left_of(rows: Mapping[str, Sequence[Run]], pairs: Sequence[tuple[str, str]])
     sides = []
     for side in (0, 1):
         runs = [run for pair in pairs for run in rows[pair[side]]]
-        sides.append(f"{sum(left for _, left in runs)} of {len(runs)}")
+        sides.append(f"{sum(has_left for _, has_left in runs)} of {len(runs)}")
     return " against ".join(sides)
 
 
@@ -275,4 +299,4 @@ def _step(value: float | None) -> str:
 def _limits(low: float | None, high: float | None) -> str:
     if low is None:
         return ""
-    return f"from {_step(low)} on" if high is None else f"{_step(low)} to {_step(high)}"
+    return f"{_step(low)} or later" if high is None else f"{_step(low)} to {_step(high)}"

@@ -7,15 +7,14 @@ which a run leaves the plateau does.
 from __future__ import annotations
 
 import functools
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mgk.recipes.recipe import FOLDER
-from mgk.reproduction.claims import show_p
+from mgk.reproduction.claims import LEVEL, show_p
 from mgk.reproduction.controls import Control, read_controls
-from mgk.reproduction.escape import step_of_escape
+from mgk.reproduction.escape import run_of, step_of_escape
 from mgk.reproduction.metrics import metric
 from mgk.reproduction.page import Grid
 from mgk.reproduction.results import Results
@@ -25,7 +24,6 @@ from mgk.training.configuration import read_yaml
 
 NOT_RUN = "not run yet"
 ACCURACY = metric("test_accuracy")
-LEVEL = 0.05
 
 
 @functools.cache
@@ -87,7 +85,7 @@ def grid(controls: Sequence[Control], results: Results) -> Grid:
                 left = escapes(results, setting.recipe, setting.row, threshold) if values else ("", "")
                 name = f"{setting.recipe}, {setting.row}"
                 lines.append((name, *shown, ", ".join(map(str, values)), accuracy, *left))
-    header = ("code", "heads", "dropout", "seeds", ACCURACY.title, "left the plateau", "at step")
+    header = ("code", "heads", "dropout", "seeds", ACCURACY.title, "left the plateau", "at steps")
     return Grid(title=fidelity()["control"]["title"], header=header, lines=tuple(lines))
 
 
@@ -114,14 +112,13 @@ def compare_escapes(group: Sequence[Setting], controls: Sequence[Control], resul
     ours: defaultdict[int, dict[Setting, Run]] = defaultdict(dict)
     for setting in group:
         published = _of(setting, controls)
-        trained = results.values(setting.recipe, setting.row, ACCURACY)
-        curves = results.curves(setting.recipe, setting.row)
-        own = {seed: lines for seed, lines in curves.items() if seed in trained}
+        own = _curves(results, setting.recipe, setting.row)
         if published and own:
-            for each in published:
-                theirs[each.seed][setting] = _run(each.curve, threshold)
-            for seed, lines in own.items():
-                ours[seed][setting] = _run(lines, threshold)
+            for found, by_seed in ((theirs, {each.seed: each.curve for each in published}), (ours, own)):
+                for seed, lines in by_seed.items():
+                    run = run_of(lines, threshold)
+                    if run is not None:
+                        found[seed][setting] = run
     if not theirs:
         return None
     units = [list(runs.values()) for runs in (theirs, ours)]
@@ -142,11 +139,16 @@ def sentences(controls: Sequence[Control], results: Results) -> tuple[str, ...]:
             for whose, runs, seeds in zip(("the published code", "ours"), compared.runs, compared.seeds, strict=True)
         )
         test = (
-            f"log-rank test with a stratum for each number of heads and dropout, {theirs} and {ours}, whole seeds "
-            f"shared out, {'exact ' if found.is_exact else ''}p {show_p(found.p)}{_least(compared)}"
+            f"log-rank test with a stratum for each number of heads and dropout, {theirs} and {ours}; it shares out "
+            f"whole seeds, since runs of one seed have the same batches; {'exact ' if found.is_exact else ''}p "
+            f"{show_p(found.p)}{_least(compared)}"
         )
         if found.p >= LEVEL:
-            said.append(f"The runs do not show that the published code, or ours with {name}, leaves earlier ({test}).")
+            decided = "There are too few seeds to say" if found.least >= LEVEL else "The runs do not show"
+            said.append(
+                f"{decided} whether the published code leaves the plateau earlier than ours with {name}, or later "
+                f"({test})."
+            )
         elif found.excess > 0:
             said.append(f"**The published code leaves the plateau earlier than ours with {name}** ({test}).")
         else:
@@ -156,9 +158,8 @@ def sentences(controls: Sequence[Control], results: Results) -> tuple[str, ...]:
 
 def _least(compared: Comparison) -> str:
     """Say so if no result with as many seeds could have had a smaller p."""
-    least = 1 / math.comb(sum(compared.seeds), compared.seeds[0])
-    is_least = compared.test.is_exact and compared.test.p < 1.5 * least
-    return ", the smallest that so few seeds allow" if is_least and least > LEVEL else ""
+    test = compared.test
+    return ", the smallest that so few seeds allow" if test.p < 1.5 * test.least and test.least >= LEVEL else ""
 
 
 def fingerprints(results: Results) -> set[str]:
@@ -169,8 +170,14 @@ def fingerprints(results: Results) -> set[str]:
 
 def escapes(results: Results, recipe: str, row: str, threshold: float) -> tuple[str, str]:
     """Describe how many of our runs left the plateau, and at which steps."""
-    curves = results.curves(recipe, row)
+    curves = _curves(results, recipe, row)
     return show_escapes(list(curves.values()), threshold) if curves else ("no curves", "")
+
+
+def _curves(results: Results, recipe: str, row: str) -> dict[int, list[dict[str, Any]]]:
+    """Return the curves of runs that have ended, by seed."""
+    ended = results.values(recipe, row, ACCURACY)
+    return {seed: lines for seed, lines in results.curves(recipe, row).items() if seed in ended}
 
 
 def show_escapes(curves: Sequence[Sequence[Mapping[str, Any]]], threshold: float) -> tuple[str, str]:
@@ -182,10 +189,3 @@ def show_escapes(curves: Sequence[Sequence[Mapping[str, Any]]], threshold: float
 
 def _of(setting: Setting, controls: Sequence[Control]) -> list[Control]:
     return [each for each in controls if (each.heads, each.dropout) == (setting.heads, setting.dropout)]
-
-
-def _run(curve: Sequence[Mapping[str, Any]], threshold: float) -> Run:
-    """Return the step at which a run left the plateau, or its last validation as censored."""
-    left = step_of_escape(curve, threshold)
-    last = max(int(line["step"]) for line in curve if line.get("kind") == "valid")
-    return (last, False) if left is None else (left, True)

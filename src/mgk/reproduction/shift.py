@@ -6,92 +6,53 @@ the others; ``benchmarks/shift.py`` measures on a CPU what they change before th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mgk.recipes import parse_row
 from mgk.reproduction import plateau, shift_figure
 from mgk.reproduction.claims import LEVEL, MINIMUM_SEEDS, claims, judge, show_p
 from mgk.reproduction.metrics import metric
 from mgk.reproduction.missing import Need, find_missing
-from mgk.reproduction.page import Grid, Page, by_sentence, summary
-from mgk.reproduction.plateau import Answer, Question
+from mgk.reproduction.page import Page, by_sentence, summary
 from mgk.reproduction.recipe import bundled, home
 from mgk.reproduction.results import Results
 from mgk.reproduction.shift_measurements import (
     GRADIENTS,
-    SCRIPT,
     SHORT_LISTS,
     Measurement,
-    derived_spread,
     find_missing_measurements,
     read_measurement,
     show_measured,
 )  # fmt: skip
-from mgk.reproduction.statistics import mean, show
-from mgk.reproduction.survival import Run, Trend, log_rank_trend, median
+from mgk.reproduction.shift_questions import (
+    ENWIK8,
+    HEADS,
+    LISTOPS,
+    OTHER_STARTS,
+    SIZES,
+    WITHOUT_SHIFT,
+    premises,
+    questions,
+    sized,
+)  # fmt: skip
+from mgk.reproduction.shift_tables import (
+    BITS,
+    enwik8_grid,
+    gradient_grid,
+    listops_grid,
+    log_rank_grid,
+    ratio_grid,
+    short_grids,
+)  # fmt: skip
+from mgk.reproduction.shift_texts import NOT_SHOWN, QUESTION, THEORY, notes
+from mgk.reproduction.survival import Run, Trend, log_rank_trend
 
 NAME = "shift"
 TITLE = "What the shift does: why sMGK leaves the plateau of ListOps early"
-LISTOPS, ENWIK8 = "lra/listops-shifts", "enwik8-shifts"
-HEADS = (4, 2)
-SIZES = (0.0, 0.1, 0.3, 1.0, 2.0)
-"""Standard deviations of the initial shifts."""
-OTHER_STARTS = {"lra/listops-small-shifts": "0.25", "lra/listops-released-shifts": "0 and 0.5"}
-"""Recipes whose shifts start in another way, and what stands for that."""
 BESIDE = ("lra/listops-mean-over-tokens", "lra/listops-mean-over-tokens-dropout-0", "lra/listops-no-activation-dropout")
 """Recipes without some dropout, which have been run more: shifts of 1, and none."""
-EARLY = (500, 1000)
-"""Steps of enwik8 at which the bits are shown."""
-OUTCOMES = {
-    "holds": "It holds that", "does not hold": "The contrary holds of this, that", "not shown": "It is not shown that",
-}  # fmt: skip
-WITHOUT_SHIFT = "the same constant, as a bias of the queries, makes the dot product leave earlier"
 ACCURACY_CURVE, LOSS_CURVE = metric("mean_valid_accuracy"), metric("mean_valid_loss")
-BITS = metric("test_bits_per_token")
-
-
-def sized(size: float, heads: int) -> str:
-    """The row of sMGK whose shifts start with this standard deviation."""
-    return f"smgk-{heads}" if size == 1 else f"smgk-{heads}+shift_init_std={size:g}"
-
-
-def _questions(asked: Mapping[str, tuple[str, str]], heads: Sequence[int]) -> list[Question]:
-    return [
-        Question(what=what, pairs=tuple((first.format(count), second.format(count)) for count in heads))
-        for what, (first, second) in asked.items()
-    ]
-
-
-def premises(heads: Sequence[int]) -> list[Question]:
-    """What the page sets out from, over several numbers of heads."""
-    asked = {
-        "two shifts leave earlier than the dot product": ("smgk-{}", "softmax-{}"),
-        "two projected keys leave earlier than the dot product": ("mgk-{}", "softmax-{}"),
-    }
-    return _questions(asked, heads)
-
-
-def questions(heads: Sequence[int]) -> list[Question]:
-    """What each part is said to do, over several numbers of heads."""
-    asked = {
-        "the distance alone leaves earlier than the dot product": ("gaussian-{}", "softmax-{}"),
-        "one shift, the same for all keys, makes the distance leave earlier": (
-            "smgk-{}+num_components=1", "gaussian-{}",
-        ),
-        WITHOUT_SHIFT: (
-            "softmax-{}+query_bias_init_std=1", "softmax-{}",
-        ),
-        "with this constant the distance leaves earlier than the dot product": (
-            "smgk-{}+num_components=1", "softmax-{}+query_bias_init_std=1",
-        ),
-        "two shifts leave earlier than one": ("smgk-{}", "smgk-{}+num_components=1"),
-        "two shifts that start at 1 leave earlier than two that start at 0": ("smgk-{}", "smgk-{}+shift_init_std=0"),
-        "learned priors leave earlier than uniform ones": ("smgk-{}", "smgk-{}+prior=uniform"),
-    }  # fmt: skip
-    return _questions(asked, heads)
 
 
 def shift_page(results: Results, folder: Path, seeds: int) -> Page:
@@ -112,7 +73,7 @@ def shift_page(results: Results, folder: Path, seeds: int) -> Page:
     picture = folder / f"{NAME}.png"
     drawn = shift_figure.draw(_panels(results, {"lra/listops": own, **beside}, lists, heads[0]), picture)
     needs = _needs(seeds)
-    enwik8 = _enwik8(results)
+    enwik8 = enwik8_grid(results)
     return Page(
         name=NAME,
         title=TITLE,
@@ -121,14 +82,14 @@ def shift_page(results: Results, folder: Path, seeds: int) -> Page:
             *(_premise(recipe, rows) for recipe, rows in {"lra/listops": own, **beside}.items() if rows),
             _verdict("Verdict on lra/listops", own, HEADS),
             *((_verdict("The proxy, short lists", lists, heads),) if lists else ()),
-            _verdict_on_enwik8(verdicts),
+            _verdict_onenwik8_grid(verdicts),
             *((_gradients_in_words(gradients),) if gradients.runs else ()),
             NOT_SHOWN,
             *THEORY,
         ),
         grids=(
-            _listops_grid(results, own, beside),
-            _test_grid(
+            listops_grid(results, own, beside),
+            log_rank_grid(
                 "ListOps: log-rank tests",
                 {
                     "lra/listops": (own, [*premises(HEADS), *questions(HEADS)]),
@@ -136,62 +97,17 @@ def shift_page(results: Results, folder: Path, seeds: int) -> Page:
                 },
             ),
             *((enwik8,) if enwik8 is not None else ()),
-            *(_gradient_grid(gradients, layer) for layer in (1, 2) if gradients.runs),
-            *_short_grids(short, lists, heads),
+            *((ratio_grid(gradients),) if gradients.runs else ()),
+            *(gradient_grid(gradients, layer) for layer in (1, 2) if gradients.runs),
+            *short_grids(short, lists, heads),
         ),
         pictures=(picture,) if drawn else (),
         verdicts=tuple(verdicts),
         needs=tuple(needs),
         missing=(*find_missing(results, needs, NAME), *find_missing_measurements(measured)),
-        notes=(*_notes(gradients, short), *results.notes_about({need.recipe for need in needs})),
+        notes=(*notes(gradients, short), *results.notes_about({need.recipe for need in needs})),
         numbers=drawn + len(gradients.rows),
     )
-
-
-QUESTION = (
-    "On ListOps smgk leaves the plateau of the largest class two to four times earlier than softmax, and mgk does not "
-    "([plateau](plateau.md)). A mixture of shifted keys has three parts that softmax has not: the distance, a constant "
-    "that is the same for every key, and the mixture. Which of them does it?"
-)
-NOT_SHOWN = (
-    "**What this page does not show.** ListOps is one task, on which the outermost operator, always the first token, "
-    "is all that any row learns: a weight of keys that all queries share is what it asks for, and a task that asks for "
-    "something else may have no use for it. A run that leaves early ends no higher than one that leaves late. "
-    "Gradients before the "
-    "first step say in which direction and how surely a model starts, not where it arrives. The short lists are "
-    "a proxy: in lists of the task one token of a thousand matters and not one of 75, and rows that are alike there "
-    "may "
-    "differ here, or the other way round. A dot product with the whole factor of two shifts cannot be written with the "
-    "options of the library; the bias of the queries is its case of one shift."
-)
-THEORY = (
-    "**What one shift is.** With one shift for all keys the logit is "
-    r"$-|q - k - b|^2 / 2\sigma^2 = -|(q - b) - k|^2 / 2\sigma^2$: the shift is a constant that is taken from every "
-    r"query. "
-    r"But for what is the same for all keys this is $(q - b) \cdot k / \sigma^2 - |k|^2 / 2\sigma^2$: every key has a "
-    r"weight $-b \cdot k / \sigma^2$ that does not depend on who asks, and that is linear in the key. Under a dot "
-    r"product "
-    r"$q \cdot (k + b)$ the shift itself cancels (softmax-smgk is softmax), but a bias of the queries gives the same "
-    r"weight.",
-    r"**What several are.** To second order in $q - k$ the logits of M shifts are those of one Gaussian with the "
-    r"constant "
-    r"$\bar b = \sum_r \rho_r b_r$, where $\rho_r$ is proportional to $\pi_r e^{-|b_r|^2 / 2\sigma^2}$, and with "
-    r"$I - C / \sigma^2$ between query and key in place of $I$, where C is the covariance of the shifts under "
-    r"$\rho$, of rank M - 1. Shifts that start at 0 are one component for ever, since they and their priors "
-    "get equal gradients: that row is one Gaussian whose bias of the keys learns faster.",
-    r"**What that does to gradients.** With the key the logit changes by $(q - k - b) / \sigma^2$, under a dot product "
-    r"by "
-    r"$q / \sigma^2$. Where all queries ask for the same key, the sum over them keeps the mean of the queries and the "
-    "constant; the rest averages out. The mean of the queries is small before it is learned, and the gradient of "
-    r"$W_k$ vanishes with $W_q$ and the other way round: 0 is a saddle. The constant is there at once, with a length "
-    r"of $s \sqrt{D / M}$ for M shifts of standard deviation s. The distance alone adds $-k$, which makes keys shorter "
-    r"or "
-    r"longer and turns none. With entries of q and k of variance 1/3, as torch starts them, and $\sigma^2 = \sqrt D$, "
-    r"the "
-    r"logits of a query have over its keys the variance 1/9 for a dot product, 1/18 more for a distance, and $s^2 / "
-    r"3M$ "
-    "more for the shifts, whatever D is. The table has this beside what was measured.",
-)
 
 
 def _runs(results: Results, recipe: str) -> dict[str, list[Run]]:
@@ -210,49 +126,27 @@ def _needs(seeds: int) -> list[Need]:
     return [Need(recipe=home(recipe, row), row=row, metric=shown, seeds=seeds) for recipe, row, shown in wanted]
 
 
-# Verdicts.
-
-
-def _left(rows: Mapping[str, Sequence[Run]]) -> str:
-    runs = [run for own in rows.values() for run in own]
-    return f"{sum(left for _, left in runs)} of {len(runs)} runs left the plateau"
-
-
-def _told(answers: Sequence[Answer]) -> list[str]:
-    """What the tests say, a sentence for each kind of outcome."""
-    found = {each.question.what: each for each in answers}
-    said = []
-    for outcome, begin in OUTCOMES.items():
-        own = [f"{what} (p {show_p(each.p)})" for what, each in found.items() if each.outcome == outcome]
-        if own:
-            said.append(f"{begin} {'; that '.join(own)}.")
-    return said
-
-
 def _premise(recipe: str, rows: Mapping[str, Sequence[Run]]) -> str:
-    said = _told(plateau.answer(rows, premises(HEADS)))
-    return " ".join([f"**{recipe}** ({_left(rows)}).", *(said or ["Not yet enough runs to test the premise."])])
+    answers = plateau.answer(rows, premises(HEADS))
+    return " ".join([f"**{recipe}** ({plateau.left(rows)}).", *plateau.said(answers)])
 
 
 def _verdict(start: str, rows: Mapping[str, Sequence[Run]], heads: Sequence[int]) -> str:
     """What holds of the questions, what does not, and what nobody knows yet."""
     answers = plateau.answer(rows, questions(heads))
-    waiting = [each for each in answers if each.together is None]
     trend = _trend(rows, heads)
-    if len(waiting) == len(answers) and trend is None:
-        return f"**{start}:** open. None of the {len(answers)} questions about its parts has runs enough yet."
-    parts = [f"**{start}** ({_left(rows)}):", *_told(answers)]
+    if trend is None and all(each.outcome == plateau.WAITING for each in answers):
+        return f"**{start}:** open. None of the {len(answers)} questions about the parts has enough runs yet."
+    parts = [f"**{start}** ({plateau.left(rows)}).", *plateau.said(answers)]
     if any(each.question.what == WITHOUT_SHIFT and each.outcome == "holds" for each in answers):
-        parts.append("So plain softmax can have this here for nothing, by biases of the queries that start larger.")
+        parts.append("So plain softmax can have this part at no cost, by biases of the queries that start larger.")
     sizes = ", ".join(f"{size:g}" for size in SIZES)
     if trend is None:
-        parts.append(f"There are not yet runs enough of each size of the shifts ({sizes}) for a test for trend.")
+        parts.append(f"There are too few runs for a test for trend over the sizes of the shifts ({sizes}).")
     else:
-        said = f"the larger the shifts start, the {'earlier' if trend.z > 0 else 'later'} a run leaves"
-        said = said if trend.p < LEVEL else "no trend is shown"
-        parts.append(f"Over shifts of {sizes}: {said} (z {trend.z:+.2f}, p {show_p(trend.p)}).")
-    if waiting:
-        parts.append(f"Not yet enough runs to say whether {'; or whether '.join(w.question.what for w in waiting)}.")
+        found = f"the larger the shifts start, the {'earlier' if trend.z > 0 else 'later'} a run leaves"
+        found = found if trend.p < LEVEL else "no trend is shown"
+        parts.append(f"Over shifts that start at {sizes}, {found} (z {trend.z:+.2f}, p {show_p(trend.p)}).")
     return " ".join(parts)
 
 
@@ -263,202 +157,20 @@ def _trend(rows: Mapping[str, Sequence[Run]], heads: Sequence[int]) -> Trend | N
     return log_rank_trend(whole) if whole else None
 
 
-def _verdict_on_enwik8(verdicts: Sequence[Any]) -> str:
+def _verdict_onenwik8_grid(verdicts: Sequence[Any]) -> str:
     said = [f"{sentence.removesuffix('.')}: {summary(found)}" for (sentence, _), found in by_sentence(verdicts).items()]
-    return f"**enwik8**, bits per byte of the test set. {'. '.join(said)}."
+    return f"**enwik8**, by bits per byte of the test set. {'. '.join(said)}."
 
 
 def _gradients_in_words(found: Measurement) -> str:
-    """Against softmax, in the first layer, where most of it is."""
-    heads = found.options["heads"]
-    shown = [row.format(heads) for row in ("gaussian-{}", "smgk-{}", "smgk-{}+num_components=1")]
-    shown += [row.format(heads) for row in ("softmax-{}+query_bias_init_std=1", "mgk-{}")]
-
-    def times(row: str, name: str) -> str:
-        own, softmax = (found.values(each, 1, name) for each in (row, f"softmax-{heads}"))
-        return f"{mean(own) / mean(softmax):.1f}" if own and softmax else "?"
-
-    said = [
-        f"{times(row, 'k_proj_gradient')}, {times(row, 'k_proj_step')} and {times(row, 'q_proj_step')} for {row}"
-        for row in shown
-    ]
-    in_common = [
-        show_measured(found.values(row, 1, "k_proj_in_common")) for row in (f"softmax-{heads}", f"smgk-{heads}")
-    ]
+    softmax, smgk = (f"{kind}-{found.options['heads']}" for kind in ("softmax", "smgk"))
+    in_common = [show_measured(found.values(row, 1, "k_proj_in_common")) for row in (softmax, smgk)]
     return (
-        f"**Before the first step**, in layer 1, against softmax-{heads}: the gradient of $W_k$, how far a step of "
-        f"$W_k$ "
-        f"moves the logits, and how far a step of $W_q$ does, are {'; '.join(said)} times as large. What two batches "
-        f"share of the gradient of $W_k$ is {in_common[0]} for softmax-{heads} and {in_common[1]} for smgk-{heads}. "
-        f"Adam "
-        "divides the size of a gradient out, so it is the step that counts, and what batches have in common."
+        "**Before the first step.** A table below compares gradients and steps of the first layer with those of "
+        f"{softmax}. Adam divides the size of a gradient out, so what counts is how far a step moves the logits, and "
+        "how much of the gradient two batches have in common. Of the gradient of $W_k$ that is a share of "
+        f"{in_common[0]} for {softmax} and {in_common[1]} for {smgk}."
     )
-
-
-# Tables.
-
-
-def _line(*start: str, runs: Sequence[Run]) -> tuple[str, ...]:
-    if not runs:
-        return (*start, "", "", "", "not run yet")
-    left = sorted(int(step) for step, has_left in runs if has_left)
-    half = median(runs).time
-    return (
-        *start, str(len(runs)), str(len(left)), "" if half is None else f"{half:,.0f}",
-        ", ".join(f"{step:,}" for step in left),
-    )  # fmt: skip
-
-
-_OF_RUNS = ("runs", "left", "median step", "at step")
-
-
-def _listops_grid(
-    results: Results, own: Mapping[str, Sequence[Run]], beside: Mapping[str, Mapping[str, Sequence[Run]]]
-) -> Grid:
-    lines = []
-    for heads in HEADS:
-        rows = [f"softmax-{heads}", f"mgk-{heads}", f"gaussian-{heads}", *(sized(size, heads) for size in SIZES)]
-        rows += [
-            row for row in bundled(LISTOPS).rows if row.partition("+")[0].endswith(f"-{heads}") and row not in rows
-        ]
-        for row in rows:
-            recipe = home(LISTOPS, row) if row in bundled(LISTOPS).rows else "lra/listops"
-            lines.append(_line(recipe, row, _start(row), runs=own.get(row, ())))
-        for recipe, size in OTHER_STARTS.items():
-            runs = plateau.escapes(results, recipe).get(f"smgk-{heads}", ())
-            lines.append(_line(recipe, f"smgk-{heads}", size, runs=runs))
-    for recipe, found in beside.items():
-        for row in (f"{kind}-{heads}" for heads in HEADS for kind in ("softmax", "mgk", "smgk")):
-            if row in found:
-                lines.append(_line(recipe, row, _start(row), runs=found[row]))
-    header = ("recipe", "row", "shifts start at", *_OF_RUNS)
-    return Grid(title="ListOps: leaving the plateau", header=header, lines=tuple(lines))
-
-
-def _start(row: str) -> str:
-    """How the shifts of a row start, in words."""
-    if not row.startswith("smgk"):
-        return ""
-    return f"{parse_row(row).get('shift_init_std', 1):g}"
-
-
-def _test_grid(title: str, asked: Mapping[str, tuple[Mapping[str, Sequence[Run]], Sequence[Question]]]) -> Grid:
-    """A line for each question of each recipe; p values are adjusted over the premises and over the other questions."""
-    lines = []
-    for recipe, (rows, chosen) in asked.items():
-        known = {each.what for each in premises(HEADS)}
-        parts = [[each for each in chosen if (each.what in known) is is_premise] for is_premise in (True, False)]
-        for each in (found for part in parts for found in plateau.answer(rows, part)):
-            pairs = ", ".join(f"{first} and {second}" for first, second in each.tested or each.question.pairs)
-            numbers = ("", "", "")
-            if each.together is not None:
-                numbers = (
-                    plateau.left_of(rows, list(each.tested)), f"{each.together.chi_square:.2f}",
-                    show_p(each.p) + ("" if each.together.is_exact else " (asymptotic)"),
-                )  # fmt: skip
-            lines.append((recipe, each.question.what, pairs, *numbers, each.outcome))
-    header = ("recipe", "what is asked", "rows", "runs that left", "chi-square", "p, adjusted", "verdict")
-    return Grid(title=title, header=header, lines=tuple(lines))
-
-
-def _enwik8(results: Results) -> Grid | None:
-    lines = []
-    for row in bundled(ENWIK8).rows:
-        curves = results.curves(ENWIK8, row)
-        early = [
-            [line["loss"] / math.log(2) for lines in curves.values() for line in lines if _is_valid(line, step)]
-            for step in EARLY
-        ]
-        last = list(results.values(ENWIK8, row, BITS).values())
-        if last or any(early):
-            lines.append((row, _start(row), *(show(values, 3) for values in (*early, last))))
-    if not lines:
-        return None
-    header = ("row", "shifts start at", *(f"validation, step {step:,}" for step in EARLY), BITS.title)
-    return Grid(title="enwik8: bits per byte", header=header, lines=tuple(lines))
-
-
-def _is_valid(line: Mapping[str, Any], step: int) -> bool:
-    return line.get("kind") == "valid" and line["step"] == step and "loss" in line
-
-
-def _gradient_grid(found: Measurement, layer: int) -> Grid:
-    lines = []
-    for row in found.rows:
-        derived = derived_spread(row) if layer == 1 else None
-        whole, alone = (found.values(row, layer, name) for name in ("logits", "logits_of_the_key_alone"))
-        share = [(own / all_of_it) ** 2 for own, all_of_it in zip(alone, whole, strict=True)]
-        lines.append(
-            (
-                row, show_measured(whole), "" if derived is None else f"{derived:.3g}", show_measured(share),
-                *(
-                    show_measured(found.values(row, layer, f"{name}_{what}"))
-                    for what in ("gradient", "in_common", "step")
-                    for name in ("k_proj", "q_proj")
-                ),
-            )
-        )  # fmt: skip
-    header = (
-        "row", "logits", "derived", "of the key alone", "gradient of W_k", "of W_q", "W_k, in common", "W_q, in common",
-        "a step of W_k", "a step of W_q",
-    )  # fmt: skip
-    return Grid(title=f"Before the first step, layer {layer}", header=header, lines=tuple(lines))
-
-
-def _short_grids(short: Measurement, lists: Mapping[str, Sequence[Run]], heads: Sequence[int]) -> tuple[Grid, ...]:
-    if not short.runs:
-        return ()
-    lines = tuple(_line(row, _start(row), runs=runs) for row, runs in lists.items())
-    between = f"{short.options['longer_than']} to {short.options['shorter_than']}"
-    asked = {"short lists": (lists, [*premises(heads), *questions(heads)])}
-    return (
-        Grid(
-            title=f"A proxy: short lists, of {between} tokens, on a CPU",
-            header=("row", "shifts start at", *_OF_RUNS),
-            lines=lines,
-        ),
-        _test_grid("A proxy: log-rank tests", asked),
-    )
-
-
-def _notes(gradients: Measurement, short: Measurement) -> tuple[str, ...]:
-    notes = [
-        "Steps, medians and tests are those of [plateau](plateau.md). The test for trend is Tarone's, a stratum for "
-        "each "
-        "number of heads, with the place of each size in their order; its p is that of runs shared out at random.",
-        "Rows of lra/listops-shifts that lra/listops has as well are the same runs. A row of smgk with "
-        "num_components=1 "
-        "is a Gaussian whose keys have one shift.",
-    ]
-    if gradients.runs:
-        options = gradients.options
-        notes.append(
-            f"Before the first step: `{SCRIPT} gradients`, the model of {bundled(LISTOPS).title.partition(',')[0]} "
-            f"with "
-            f"{options['heads']} heads, {options['batches']} batches of {options['batch_size']} lists of "
-            f"{options['longer_than']} to {options['shorter_than']} tokens, {gradients.seeds} seeds, without dropout, "
-            "biases of the output at the logarithms of the shares of the classes. Logits: their standard deviation "
-            "over "
-            "the keys of a query; of the key alone: the share of their variance that is the same for all queries. "
-            "Gradient: the root of its mean square over batches. In common: the share of that which two different "
-            "batches share, their products over their squares; the estimate may be below 0. A step: "
-            f"how far the logits move, over keys, if every weight goes {options['step']:g} against the sign of its "
-            f"mean "
-            "gradient, as Adam's first step does."
-        )
-    if short.runs:
-        options = short.options
-        notes.append(
-            f"Short lists: `{SCRIPT} short-lists`, the same model with {options['heads']} head, batches of "
-            f"{options['batch_size']}, AdamW at {options['learning_rate']:g} after {options['warmup']} steps of "
-            f"warm-up, no "
-            f"dropout, {short.seeds} seeds of each row. A run has left when the accuracy over its last "
-            f"{options['window']} steps, on lists that it had not seen, exceeds {100 * options['threshold']:.1f} %, "
-            f"half "
-            f"way between the largest class ({100 * options['largest_class']:.1f} %) and what the root operator says "
-            f"({100 * options['root_operator']:.1f} %)."
-        )
-    return tuple(notes)
 
 
 def _panels(

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _TINY = 1e-300
+_ROUNDING = 1e-12
+"""Spread of a sample, relative to its values where these are above 1, that comes from floating point alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,15 +24,15 @@ class Contrast:
     error: float
     """Its standard error."""
     degrees: float
-    """Degrees of freedom by Welch and Satterthwaite; infinite if no sample varies."""
+    """Degrees of freedom by Welch and Satterthwaite; 0 if no sample varies, so that there is no test."""
     t: float
     """(estimate - value) / error."""
     p: float
     """Two-sided p value."""
 
-    def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Return the confidence interval of the weighted sum."""
-        half = 0.0 if self.error == 0 else t_quantile((1 + level) / 2, self.degrees) * self.error
+    def interval(self) -> tuple[float, float]:
+        """Return the 95 % confidence interval of the weighted sum, which is without limits where there is no test."""
+        half = t_quantile(0.975, self.degrees) * self.error if self.degrees else math.inf
         return self.estimate - half, self.estimate + half
 
 
@@ -42,15 +44,21 @@ def mean(values: Sequence[float]) -> float:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Standard error of the mean; ``None`` for a single value."""
+    """Standard error of the mean: ``None`` for a single value, and 0 for values that differ by rounding at most."""
     if len(values) < 2:
         return None
+    if max(values) - min(values) <= _ROUNDING * max(1.0, *map(abs, values)):
+        # The mean of equal values is often not that value, and a spread of 1e-17 would make any difference certain.
+        return 0.0
     centre = mean(values)
     return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1) / len(values))
 
 
 def contrast(samples: Sequence[tuple[float, Sequence[float]]], value: float = 0.0) -> Contrast:
     """Test whether a weighted sum of means equals ``value``.
+
+    If no sample varies, there is no test and p is 1: runs that end at the same number, such as the share of the largest
+    class, say nothing about how far others would be from it.
 
     Args:
         samples: weight and values of each sample, at least two values. Welch's test has the weights 1 and -1.
@@ -65,8 +73,7 @@ def contrast(samples: Sequence[tuple[float, Sequence[float]]], value: float = 0.
         estimate += weight * mean(values)
     variance = math.fsum(variances)
     if variance == 0:
-        t = 0.0 if estimate == value else math.copysign(math.inf, estimate - value)
-        return Contrast(estimate=estimate, error=0.0, degrees=math.inf, t=t, p=1.0 if t == 0 else 0.0)
+        return Contrast(estimate=estimate, error=0.0, degrees=0.0, t=0.0, p=1.0)
     shares = [each**2 / (len(values) - 1) for each, (_, values) in zip(variances, samples, strict=True)]
     degrees = variance**2 / math.fsum(shares)
     error = math.sqrt(variance)

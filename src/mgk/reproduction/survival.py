@@ -21,6 +21,9 @@ from mgk.reproduction.statistics import t_quantile
 T = TypeVar("T")
 Run = tuple[float, bool]
 """Time, and whether the event happened at that time."""
+FEWEST = 5
+"""Fewest runs of which a median has a 95 % interval. It never begins before the first event, but all of n runs take
+longer than the true median once in 2 to the power of n times: once in 8 for three."""
 MOST_SUBSETS = 200_000
 """Most assignments of the runs of a stratum to groups that are enumerated."""
 MOST_SUMS = 2_000_000
@@ -28,6 +31,8 @@ DRAWS = 20_000
 """Ways of sharing out the runs that a test for trend draws at random."""
 _ROUNDED = 9
 """Decimals to which sums of scores are rounded before they are compared."""
+_HALF = 0.5 + 1e-9
+"""At most a half, where 23/24 x 22/23 x ... x 12/13 is a little more in floating point."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +48,11 @@ class Point:
     error: float
     """Standard error of the share by Greenwood's formula."""
 
-    def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Return the confidence interval of the share, on the scale log(-log share), which keeps it between 0 and 1."""
+    def interval(self) -> tuple[float, float]:
+        """Return the 95 % confidence interval of the share, on the scale log(-log), which keeps it between 0 and 1."""
         if self.survival in (0.0, 1.0):
             return self.survival, self.survival
-        spread = t_quantile((1 + level) / 2, math.inf) * self.error / (self.survival * abs(math.log(self.survival)))
+        spread = t_quantile(0.975, math.inf) * self.error / (self.survival * abs(math.log(self.survival)))
         return self.survival ** math.exp(spread), self.survival ** math.exp(-spread)
 
 
@@ -58,6 +63,7 @@ class Median:
     time: float | None
     """Median time; ``None`` if fewer than half of the runs had the event."""
     low: float | None
+    """Lower limit; ``None`` for fewer than :data:`FEWEST` runs, which have no such interval."""
     high: float | None
     """Upper limit of the 95 % confidence interval by Brookmeyer and Crowley; ``None`` if the runs set no limit."""
 
@@ -74,6 +80,8 @@ class LogRank:
     """Two-sided p value."""
     is_exact: bool
     """Whether p is the exact permutation p value; otherwise it is that of chi-square with one degree of freedom."""
+    least: float
+    """The smallest p value that so many runs could have had, whatever they did; 0 if p is not exact."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,12 +114,13 @@ def kaplan_meier(runs: Sequence[Run]) -> list[Point]:
 def median(runs: Sequence[Run]) -> Median:
     """Return the median and its confidence interval: the times at which the curve's own interval contains 0.5."""
     points = kaplan_meier(runs)
+    limited = points if len(runs) >= FEWEST else []
     # Where the curve has reached 0 it has no interval, and sets no upper limit.
-    inner = [point for point in points if point.survival > 0]
+    inner = [point for point in limited if point.survival > 0]
     return Median(
-        time=next((point.time for point in points if point.survival <= 0.5), None),
-        low=next((point.time for point in points if point.interval()[0] <= 0.5), None),
-        high=next((point.time for point in inner if point.interval()[1] <= 0.5), None),
+        time=next((point.time for point in points if point.survival <= _HALF), None),
+        low=next((point.time for point in limited if point.interval()[0] <= _HALF), None),
+        high=next((point.time for point in inner if point.interval()[1] <= _HALF), None),
     )
 
 
@@ -136,12 +145,15 @@ def log_rank(strata: Sequence[tuple[Sequence[Run], Sequence[Run]]]) -> LogRank:
         scores.append((_scores([*first, *second]), len(first)))
     if not scores:
         raise ValueError("a log-rank test needs at least one stratum, got none")
+    least = _least_p([(len(first), len(second)) for first, second in strata])
     if variance == 0:
-        return LogRank(excess=excess, variance=0.0, chi_square=0.0, p=1.0, is_exact=True)
+        return LogRank(excess=excess, variance=0.0, chi_square=0.0, p=1.0, is_exact=True, least=least)
     chi_square = excess**2 / variance
     exact = _permutation_p(scores, abs(excess))
-    p = math.erfc(math.sqrt(chi_square / 2)) if exact is None else exact
-    return LogRank(excess=excess, variance=variance, chi_square=chi_square, p=p, is_exact=exact is not None)
+    if exact is None:
+        p = math.erfc(math.sqrt(chi_square / 2))
+        return LogRank(excess=excess, variance=variance, chi_square=chi_square, p=p, is_exact=False, least=0.0)
+    return LogRank(excess=excess, variance=variance, chi_square=chi_square, p=exact, is_exact=True, least=least)
 
 
 def log_rank_of_units(first: Sequence[Mapping[T, Run]], second: Sequence[Mapping[T, Run]]) -> LogRank:
@@ -167,10 +179,12 @@ def log_rank_of_units(first: Sequence[Mapping[T, Run]], second: Sequence[Mapping
         places = [place for place, unit in enumerate((*first, *second)) if stratum in unit]
         sums[places] += _scores([(*first, *second)[place][stratum] for place in places])
     exact = _permutation_p([(sums, len(first))], abs(apart.excess))
-    return apart if exact is None else dataclasses.replace(apart, p=exact, is_exact=True)
+    if exact is None:
+        return apart
+    return dataclasses.replace(apart, p=exact, is_exact=True, least=_least_p([(len(first), len(second))]))
 
 
-def log_rank_trend(strata: Sequence[Sequence[Sequence[Run]]], draws: int = DRAWS) -> Trend:
+def log_rank_trend(strata: Sequence[Sequence[Sequence[Run]]]) -> Trend:
     """Test whether it happens the faster, or the slower, the later a group stands in an order.
 
     The statistic is Tarone's: observed less expected events of each group, times the place of the group. Its p value is
@@ -179,13 +193,12 @@ def log_rank_trend(strata: Sequence[Sequence[Sequence[Run]]], draws: int = DRAWS
 
     Args:
         strata: the groups of each stratum in their order; a group without runs keeps its place.
-        draws: how many ways.
     """
     if not strata or not all(any(groups) for groups in strata):
         raise ValueError("a test for trend needs runs in every stratum, got none")
     # The generator whose numbers numpy promises never to change: pages must come out the same everywhere.
     random = np.random.RandomState(0)
-    excess, variance, drawn = 0.0, 0.0, np.zeros(draws)
+    excess, variance, drawn = 0.0, 0.0, np.zeros(DRAWS)
     for groups in strata:
         runs = [run for group in groups for run in group]
         _check(runs)
@@ -195,12 +208,12 @@ def log_rank_trend(strata: Sequence[Sequence[Sequence[Run]]], draws: int = DRAWS
         if len(runs) > 1:
             spread = ((places - places.mean()) ** 2).sum() * ((scores - scores.mean()) ** 2).sum()
             variance += float(spread) / (len(runs) - 1)
-        order = random.uniform(size=(draws, len(runs))).argsort(axis=1)
+        order = random.uniform(size=(DRAWS, len(runs))).argsort(axis=1)
         drawn += places[order] @ scores
     if variance == 0:
         return Trend(excess=excess, z=0.0, p=1.0)
     far = int((np.abs(drawn) >= abs(excess) - 10.0**-_ROUNDED).sum())
-    return Trend(excess=excess, z=excess / math.sqrt(variance), p=(1 + far) / (1 + draws))
+    return Trend(excess=excess, z=excess / math.sqrt(variance), p=(1 + far) / (1 + DRAWS))
 
 
 def _check(runs: Sequence[Run]) -> None:
@@ -238,6 +251,15 @@ def _scores(runs: Sequence[Run]) -> NDArray[np.float64]:
             hazard += events / sum(other >= when for other, _ in runs)
         found.append(happened - hazard)
     return np.array(found)
+
+
+def _least_p(sizes: Sequence[tuple[int, int]]) -> float:
+    """Return the share of the one way, or two, in which groups of these sizes are farthest apart.
+
+    If the groups are equally large, the opposite of each way is as far from 0 on the other side.
+    """
+    ways = math.prod(math.comb(first + second, first) for first, second in sizes)
+    return (2 if all(first == second for first, second in sizes) else 1) / ways
 
 
 def _permutation_p(scores: Sequence[tuple[NDArray[np.float64], int]], observed: float) -> float | None:

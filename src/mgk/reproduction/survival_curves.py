@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgk.analysis.canvas import BLUE, COLOURS, GREEN, INK, MARKERS, ORANGE, PINK, canvas, hide, show_grid
+from mgk.reproduction.learning_curves import thousands
 from mgk.reproduction.survival import Run, kaplan_meier
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def draw(rows: Mapping[str, Sequence[Run]], path: Path, *, title: str) -> int:
             axes.set_xlim(0, 1.02 * last)
             axes.set_ylim(-0.04, 1.04)
             axes.locator_params(axis="x", nbins=5)
-            axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if value >= 1000 else f"{value:g}")
+            axes.xaxis.set_major_formatter(lambda value, _: thousands(value))
             axes.set_xlabel("step")
             if place % columns == 0:
                 axes.set_ylabel("share of runs still there")

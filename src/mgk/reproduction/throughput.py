@@ -10,8 +10,8 @@ from mgk.reproduction.missing import Missing
 from mgk.reproduction.recipe import bundled
 from mgk.reproduction.results import Results
 
-HEADER = ("training tokens/s, alone", "x")
-"""Of the columns of a table; the second is over the first row of the measurement."""
+HEADER = ("training tokens/s, alone", "times the first row")
+"""Of the columns of a table; the first row is that of the measurement."""
 
 
 def has_speed(recipe: str, results: Results) -> bool:
@@ -43,8 +43,9 @@ def note(recipe: str, results: Results) -> tuple[str, ...]:
         f"{found['device']}, {found['dtype']}" for (name, _), found in results.speeds.items() if name == recipe
     )
     return tuple(
-        f"Training tokens a second are those of the loop with the recipe's configuration, alone on one device "
-        f"({device}), rows in turns (`mgk bench rows {recipe}`); x is over the first row."
+        f"Training tokens/s are those of the training loop with the recipe's configuration. Each row has the device "
+        f"({device}) to itself, and rows take turns (`mgk bench rows {recipe}`). The first row is that of the "
+        "measurement."
         for device in devices
     )
 
@@ -59,7 +60,7 @@ def find_untimed(recipe: str, rows: Sequence[str], results: Results) -> list[Mis
     resume = " --resume" if has_speed(recipe, results) else ""
     return [
         Missing(
-            what=f"{recipe}: training tokens a second of {', '.join(absent)}",
+            what=f"{recipe}: training tokens per second of {', '.join(absent)}",
             commands=(f"mgk bench rows {recipe}{listed}{resume}",),
         )
     ]

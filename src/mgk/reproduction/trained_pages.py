@@ -151,7 +151,7 @@ def analysis_page(name: str, results: Results, folder: Path, seeds: int) -> Page
 
 _RANK_NOTE = (
     "The paper's rank counts singular values above 1e-6, which lies near the noise of fp32; ours are computed in fp64. "
-    "Of long sequences `mgk analyze` takes 1024 rows, evenly spaced: a lower bound of the rank of the whole."
+    "Of a long sequence `mgk analyze` takes 1024 evenly spaced rows, so its rank is a lower bound of that of the whole."
 )
 _NOTES = {"F2": (_RANK_NOTE,), "F7": (_RANK_NOTE,)}
 
