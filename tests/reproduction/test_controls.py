@@ -145,10 +145,22 @@ class TestSameStart:
             ("8", "0", "0", "CPU, 2 threads, float32", "0.0004 in 500 steps", "2,000", "2,050"),
         )  # fmt: skip
         assert any("does what the published code does:** over the first 500 steps" in text for text in page.text)
+        ends = "The published code leaves the plateau of ListOps at step 2,000, and ours at step 2,050."
+        assert any(text.endswith(f"(1 run without dropout). {ends}") for text in page.text)
         assert page.missing[-1].what == f"{same_start.SCRIPT}: 8 heads with dropout 0, seed 1"
         # Ours is no run of the published code.
         assert [each.seed for each in runs(read_results(tmp_path))] == [0, 1]
         assert page.numbers == 3
+
+    def test_several_are_put_together(self, tmp_path):
+        for heads, escape in ((2, 2200), (8, 2050)):
+            write_control(tmp_path, heads, 0, 0, accuracy=0.36, escape=2000)
+            write_same_start(tmp_path, heads, 0, 0, escape=escape, apart=0.0001 * heads)
+        page, lines = self.shown(tmp_path)
+        assert len(lines) == 2
+        (said,) = [text for text in page.text if "over the first" in text]
+        assert "at most 0.0008 (2 runs without dropout)." in said
+        assert said.endswith("The steps at which they leave the plateau of ListOps are at most 200 apart.")
 
     def test_a_difference_is_said(self, tmp_path):
         write_control(tmp_path, 8, 0, 0, accuracy=0.36, escape=2000)

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from reproduction_cases import write_escape, write_evaluation, write_run
+from reproduction_cases import write_control, write_escape, write_evaluation, write_run, write_same_start
 
 from mgk.recipes import load
 from mgk.reproduction import pages
@@ -111,3 +111,10 @@ def test_between_the_marks(tmp_path):
     path.write_text(f"# Name\n\n{BEGIN}\nold\n")
     with pytest.raises(ValueError, match=r"README\.md must say where its results end"):
         fill(path, "new")
+
+
+def test_our_training_beside_the_published_code(tmp_path):
+    write_control(tmp_path, 8, 0, 0, accuracy=0.36, escape=2000)
+    assert "published code" not in text_of(tmp_path)
+    write_same_start(tmp_path, 8, 0, 0, escape=2050)
+    assert "From the same weights and in the same batches, our training does what" in text_of(tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import mgk.recipes
-from mgk.reproduction import plateau, published_code
+from mgk.reproduction import plateau, published_code, same_start
 from mgk.reproduction.metrics import Metric, metric
 from mgk.reproduction.page import Grid, Page, by_sentence, markdown_table, summary
 from mgk.reproduction.recipe import bundled
@@ -183,7 +183,11 @@ def _sentences(pages: Sequence[Page], results: Results) -> list[str]:
             f"metric): {'; '.join(missed)}. [Fidelity]({PAGES}/fidelity.md) lists how our training differs from the "
             "published code."
         )
-    parts += published_code.sentences(published_code.runs(results), results)
+    controls = published_code.runs(results)
+    same = same_start.finding(same_start.pairs(controls, results))
+    parts += [same] if same else []
+    # What the runs leave open is on the page fidelity.
+    parts += [said for said in published_code.sentences(controls, results) if said.startswith("**")]
     chosen = {recipe: plateau.escapes(results, recipe) for recipe in plateau.recipes(results)}
     if chosen:
         # The recipe with most runs is chosen; among equals the first, which is the recipe itself.

@@ -20,6 +20,8 @@ EARLY = 500
 """Steps at the start for which losses are compared: later, rounding has driven any two runs apart."""
 ALIKE = 0.002
 """Largest difference of two losses, in nats, that we call rounding: a thousandth of the loss."""
+AVERAGED = 50
+"""Steps whose mean loss the published code logs."""
 NO_LOSSES = "no losses in common"
 
 
@@ -40,40 +42,49 @@ def pairs(controls: Sequence[Control], results: Results) -> list[Pair]:
 
 def grid(found: Sequence[Pair]) -> Grid:
     """Build the table, with a line for each pair."""
-    settings = fidelity()["control"]["same_start"]
     lines = []
     for published, ours in found:
         apart = _early_differences(published, ours)
         lines.append((
             str(ours.heads), f"{ours.dropout:g}", str(ours.seed), ours.machine,
             f"{max(apart.values()):.4f} in {max(apart):,} steps" if apart else NO_LOSSES,
-            _show_escape(published, settings["level"]), _show_escape(ours, settings["level"]),
+            _show_escape(published, _level()), _show_escape(ours, _level()),
         ))  # fmt: skip
     header = (
         "heads", "dropout", "seed", "ours ran on", "largest difference of the training loss", "published left at",
         "ours left at",
     )  # fmt: skip
-    return Grid(title=settings["title"], header=header, lines=tuple(lines))
+    return Grid(title=fidelity()["control"]["same_start"]["title"], header=header, lines=tuple(lines))
 
 
 def sentences(found: Sequence[Pair]) -> tuple[str, ...]:
-    """Say what the table shows."""
+    """Say what was done, and what the table shows."""
     if not found:
         return ()
-    text = str(fidelity()["control"]["same_start"]["text"])
-    exact = [_early_differences(*pair) for pair in found if pair.ours.dropout == 0]
-    exact = [apart for apart in exact if apart]
+    said = finding(found)
+    return (str(fidelity()["control"]["same_start"]["text"]), *([said] if said else []))
+
+
+def finding(found: Sequence[Pair]) -> str | None:
+    """Say what the runs without dropout show; ``None`` without any, since dropout draws other numbers in ours."""
+    exact = [(pair, apart) for pair in found if pair.ours.dropout == 0 if (apart := _early_differences(*pair))]
     if not exact:
-        return (text,)
-    worst, steps = max(max(apart.values()) for apart in exact), min(max(apart) for apart in exact)
-    if worst <= ALIKE:
-        said = f"**Our training then does what the published code does:** over the first {steps:,} steps"
-    else:
-        said = f"**Our training then differs from the published code:** over the first {steps:,} steps"
+        return None
+    worst, steps = max(max(apart.values()) for _, apart in exact), min(max(apart) for _, apart in exact)
+    said = "does what the published code does" if worst <= ALIKE else "differs from the published code"
+    escapes = [tuple(step_of_low_loss(run.curve, _level()) for run in pair) for pair, _ in exact]
+    left = [(theirs, ours) for theirs, ours in escapes if theirs is not None and ours is not None]
+    ends = ""
+    if len(left) == 1:
+        ((theirs, ours),) = left
+        ends = f" The published code leaves the plateau of ListOps at step {theirs:,}, and ours at step {ours:,}."
+    elif left:
+        most = max(abs(theirs - ours) for theirs, ours in left)
+        ends = f" The steps at which they leave the plateau of ListOps are at most {most:,} apart."
     return (
-        text,
-        f"{said} the losses of 50 steps each differ by at most {worst:.4f} without dropout ({len(exact)} "
-        f"run{'s' if len(exact) > 1 else ''}).",
+        f"**From the same weights and in the same batches, our training {said}:** over the first {steps:,} steps the "
+        f"training losses, averaged over {AVERAGED} steps each, differ by at most {worst:.4f} "
+        f"({len(exact)} run{'s' if len(exact) > 1 else ''} without dropout).{ends}"
     )
 
 
@@ -91,6 +102,10 @@ def step_of_low_loss(curve: Sequence[Mapping[str, Any]], level: float) -> int | 
     """Return the step at which the mean training loss is first below ``level``; ``None`` if it never is."""
     steps = [int(line["step"]) for line in curve if line["kind"] == "train" and line["loss"] < level]
     return min(steps, default=None)
+
+
+def _level() -> float:
+    return float(fidelity()["control"]["same_start"]["level"])
 
 
 def _key(run: Control) -> tuple[int, float, int]:
