@@ -126,6 +126,38 @@ def test_calls_share_memory_but_not_numbers(kind):
     assert torch.equal(out, alone["out"])
 
 
+@pytest.mark.parametrize("kind", ["one key", "two projected", "two shifted"])
+@pytest.mark.parametrize("keys", [29, MOST_KEPT + 1])
+def test_a_call_in_inference_mode_does_not_spoil_the_workspace(kind, keys, monkeypatch):
+    """Evaluation first and training afterwards: arrays made in inference mode could not be written to outside of it."""
+    inputs, _ = make(kind, keys=keys, value_dim=5)
+    grad = torch.randn(3, 4, 21, 5)
+    expected = results(inputs, grad, backend="cpu")
+    monkeypatch.setattr(workspace, "_arrays", {})
+    monkeypatch.setattr(workspace, "_sizes", {})
+    monkeypatch.setattr(workspace, "_views", {})
+    with torch.inference_mode():
+        own = {name: tensor.clone() for name, tensor in inputs.items()}
+        assert mgk.mixture_attention(**own, backend="cpu").isfinite().all()
+    with torch.no_grad():
+        torch.testing.assert_close(mgk.mixture_attention(**inputs, backend="cpu"), expected["out"])
+    for name, tensor in results(inputs, grad, backend="cpu").items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_the_caller_may_reuse_a_mask_before_the_backward_pass(monkeypatch):
+    monkeypatch.setattr(grid, "BLOCK_NUMBERS", 500)
+    monkeypatch.setattr(grid, "TILE_PAIRS", 200)
+    inputs, _ = make("two projected", torch.float64)
+    mask = torch.rand(3, 29) > 0.4
+    leaves = [tensor.requires_grad_() for tensor in inputs.values()]
+    out = mgk.mixture_attention(**inputs, key_mask=mask, backend="cpu")
+    expected = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    mask.fill_(True)
+    for gradient, own in zip(torch.autograd.grad(out.sum(), leaves), expected, strict=True):
+        assert torch.equal(gradient, own)
+
+
 def test_threads_do_not_meet_in_the_workspace():
     inputs, _ = make("two shifted", queries=70, keys=70)
     expected = mgk.mixture_attention(**inputs, backend="cpu")

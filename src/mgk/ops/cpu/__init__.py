@@ -212,6 +212,9 @@ class _TiledAttention(torch.autograd.Function):
                 block = Block(inputs, call, grid, samples, block_heads, stays=stays)
                 forward_pass(block, out, normaliser)
             ctx.block = block if stays else None
+            if call.key_mask is not None and not stays:
+                # Backward makes the operands again, and by then the caller may have reused the mask.
+                call = call._replace(key_mask=call.key_mask.clone())
         workspace.drop_large_arrays()
         if call.is_blind is not None:
             out.masked_fill_(call.is_blind[:, 0], 0.0)
