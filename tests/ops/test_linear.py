@@ -58,6 +58,19 @@ def test_it_is_the_formula(backend, kind, options):
     assert relative_error(attend(inputs, backend), oracle(inputs)) <= 1e-12
 
 
+@every_backend
+@every_kind
+@pytest.mark.parametrize("constant", [200.0, -200.0])
+def test_prior_need_not_be_normalised(backend, kind, constant):
+    """Its exponential alone would overflow, or vanish."""
+    inputs = make_linear(kind=kind, dtype=torch.float32)
+    expected = attend(inputs, backend)
+    assert relative_error(attend(inputs, backend, log_prior=inputs["log_prior"] + constant), expected) <= 1e-4
+    given = {name: inputs.get(name) for name in ("query", "key", "shift")}
+    weight = mgk.linear_mixture_weights(**given, log_prior=inputs["log_prior"] + constant)
+    assert relative_error(weight, mgk.linear_mixture_weights(**given, log_prior=inputs["log_prior"])) <= 1e-4
+
+
 @every_map
 @every_kind
 @CAUSAL
