@@ -98,9 +98,33 @@ def test_queries_before_the_first_key_see_nothing():
 
 def test_rows_that_are_too_wide_do_not_disturb_the_others():
     inputs, _ = make("two far shifts", torch.float64)
-    wide = cpu._wide_rows(problem_of(**inputs))
+    problem = problem_of(**inputs)
+    wide = cpu._wide_rows(problem, cpu._origin(problem))
     assert wide.any()
     assert not wide.all()
+
+
+@pytest.mark.parametrize("first_is_wide", [False, True])
+@pytest.mark.parametrize("distance", [3.0, 300.0], ids=["near zero", "far from zero"])
+def test_rows_that_are_too_wide_are_beside_others_wherever_the_data_lies(distance, first_is_wide):
+    """Ratios that are judged from one point and measured from another overflow, or are cut off where they count."""
+    sign = torch.tensor([-1.0, 1.0])
+    query, key = 0.3 * torch.randn(2, 1, 2, 12, 2)
+    query[:, :, 0 if first_is_wide else 5] += 40.0 * sign
+    key[:, :, 3] += 1.4 * sign
+    inputs = {
+        # The origin lies on the line between the two shifts, which is where a query tells them apart.
+        "query": query + distance * sign,
+        "key": key + distance * sign,
+        "value": torch.randn(1, 2, 12, 3),
+        "shift": torch.stack([12.0 * sign, -12.0 * sign]).expand(2, 2, 2).clone(),
+    }
+    grad = torch.randn(1, 2, 12, 3)
+    got = results(inputs, grad, backend="cpu")
+    exact = {name: tensor.double() for name, tensor in inputs.items()}
+    for name, tensor in results(exact, grad.double(), backend="reference").items():
+        # Logits of this size cost fp32 some digits in every backend; a ratio that is cut off costs them all.
+        assert (got[name] - tensor).norm() <= 1e-2 * tensor.norm(), name
 
 
 def problem_of(query, key, value, dropout_p=0.0, **options):
