@@ -129,7 +129,7 @@ def weights(problem: MixtureProblem) -> Tensor:
     num_keys = problem.key.shape[3]
     if 0 in (batch, heads, num_queries, num_keys):
         empty = problem.query.new_zeros(batch, heads, num_queries, num_keys)
-        return with_zero_gradients(empty, problem.query, problem.key)
+        return with_zero_gradients(empty, problem.query, problem.key, *problem.parameters)
     if problem.cu_seqlens_q is not None and problem.cu_seqlens_k is not None:
         # Every pair is materialised anyway, so boundaries can become a mask.
         pairs = pairs_within_sequences(
@@ -140,7 +140,7 @@ def weights(problem: MixtureProblem) -> Tensor:
         weight = reference.weights(fill_padding(problem).with_relative_prior()).to(problem.query.dtype)
     if problem.query_mask is not None:
         weight = weight.masked_fill(~problem.query_mask[:, None, :, None], 0.0)
-    return weight
+    return with_zero_gradients(weight, *problem.parameters)
 
 
 def log_normaliser(problem: MixtureProblem, backend: str) -> Tensor:
@@ -177,7 +177,7 @@ def sequences_of(problem: MixtureProblem) -> Iterator[MixtureProblem]:
     """Yield the packed sequences one by one. Their lengths are read from the device."""
     assert problem.cu_seqlens_q is not None
     assert problem.cu_seqlens_k is not None
-    if is_traced():
+    if is_traced() or problem.query.device.type == "meta":
         raise NotImplementedError(
             "packed sequences can be traced with backend='triton' only, got a backend that must know their lengths"
         )

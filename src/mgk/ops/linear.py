@@ -189,7 +189,8 @@ def attend_linearly(problem: LinearProblem, backend: str) -> Tensor:
         return _attend(problem, backend)[0]
     outputs = [_attend(problem._replace(mixture=own), backend)[0] for own in sequences_of(mixture)]
     if not outputs:
-        return mixture.query.new_zeros(1, mixture.query.shape[1], 0, mixture.value.shape[-1])
+        out = mixture.query.new_zeros(1, mixture.query.shape[1], 0, mixture.value.shape[-1])
+        return with_zero_gradients(out, mixture.query, mixture.key, mixture.value, mixture.shift, mixture.log_prior)
     return torch.cat(outputs, dim=2)
 
 
