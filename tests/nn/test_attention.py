@@ -228,6 +228,20 @@ def test_state_dict_round_trip():
         assert torch.equal(layer(x), other(x))
 
 
+@pytest.mark.parametrize("name", ["smgk", "mgk-em", "mlk"])
+def test_a_layer_from_the_meta_device_takes_the_tensors_of_a_checkpoint(name):
+    """As in PyTorch's recipe for loading without allocating twice; what no checkpoint has must come along."""
+    options = {} if name == "mlk" else {"variance_scale": (1, 3)}
+    layer = mgk.build_attention(name, 24, 4, head_dim=8, **options)
+    with torch.device("meta"):
+        other = mgk.build_attention(name, 24, 4, head_dim=8, **options)
+    other.load_state_dict(layer.state_dict(), assign=True)
+    x = torch.randn(2, 9, 24)
+    assert torch.equal(other(x), layer(x))
+    other(x).sum().backward()
+    mgk.update_priors(other)
+
+
 def test_projections_are_plain_linears():
     layer = build("mgk")
     for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
@@ -286,8 +300,31 @@ def test_bad_options_are_refused(options, message):
         build("mgk", **options)
 
 
+WRONG_TYPES = [
+    ({"num_heads": 8 / 2}, "num_heads must be an integer, got 4.0"),
+    ({"num_kv_heads": "1"}, "num_kv_heads must be an integer, got '1'"),
+    ({"num_components": True}, "num_components must be an integer, got True"),
+    ({"head_dim": 8.5}, "head_dim must be an integer, got 8.5"),
+    ({"dropout": None}, "dropout must be a number, got None"),
+    ({"shift_init_std": "1"}, "shift_init_std must be a number, got '1'"),
+    ({"prior_momentum": "0.9"}, "prior_momentum must be a number, got '0.9'"),
+    ({"is_causal": 1}, "is_causal must be a bool, got int"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG_TYPES, ids=[message[:50] for _, message in WRONG_TYPES])
+def test_options_of_another_type_are_refused(options, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        build("mgk", **options)
+
+
 def test_bad_inputs_are_refused():
     layer = build()
+    with pytest.raises(TypeError, match="query must be a tensor, got list"):
+        layer([1.0])
+    bounds = torch.tensor([0, 9], dtype=torch.int32)
+    with pytest.raises(ValueError, match="packed sequences need the boundaries of their queries, got those of the key"):
+        layer(torch.zeros(1, 9, 24).double(), cu_seqlens_k=bounds)
     with pytest.raises(ValueError, match=re.escape("query must have shape [B, N, 24], got [2, 9, 23]")):
         layer(torch.zeros(2, 9, 23).double())
     with pytest.raises(ValueError, match=re.escape("key must have shape [B, N, 24], got [9, 24]")):

@@ -1,5 +1,8 @@
 """The layer with a feature map: MLK, sMLK and linear attention."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from cases import relative_error
@@ -89,3 +92,12 @@ def test_the_random_features_are_those_of_every_process():
     second.load_state_dict(first.state_dict())
     x = torch.randn(1, 5, 24, dtype=torch.float64)
     assert torch.equal(first(x), second(x))
+
+
+@pytest.mark.parametrize("feature_map", [None, "dpfp", "favor", torch.nn.functional.softplus])
+def test_a_layer_is_pickled_with_its_feature_map(feature_map):
+    """As processes exchange it, and ``torch.save`` stores it."""
+    layer = build("mlk", **({} if feature_map is None else {"feature_map": feature_map}))
+    x = torch.randn(1, 5, 24, dtype=torch.float64)
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(x), layer(x))
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))

@@ -79,12 +79,18 @@ BAD = [
         "variance must be positive and finite, got values from 0 to 1",
     ),
     ({"variance": torch.tensor([1.0, NAN])}, ValueError, "variance must be positive and finite, got values from nan"),
+    (
+        {"variance": torch.tensor([1.0, 1e-60], dtype=torch.float64)},
+        ValueError,
+        "variance must be positive and finite, got values from 0 to 1",
+    ),
     ({"variance": torch.ones(3)}, ValueError, "shape [M] = [2] or [Hkv, M] = [2, 2], got [3]"),
     ({"variance": torch.ones(4, 2)}, ValueError, "shape [M] = [2] or [Hkv, M] = [2, 2], got [4, 2]"),
     ({"variance": True}, TypeError, "variance must be a number or a tensor, got bool"),
     ({"variance": "1"}, TypeError, "variance must be a number or a tensor, got str"),
     # 11 prior
     ({"log_prior": torch.tensor([0.0, NAN])}, ValueError, "log_prior must hold numbers below infinity, got NaN or inf"),
+    ({"log_prior": T(2).double() + 1e300}, ValueError, "log_prior must hold numbers below infinity, got NaN or inf"),
     ({"log_prior": torch.tensor([0.0, INF])}, ValueError, "log_prior must hold numbers below infinity, got NaN or inf"),
     ({"log_prior": torch.tensor([-INF, -INF])}, ValueError, "a component with a prior above zero, got all -inf"),
     ({"log_prior": T(1, 2)}, ValueError, "log_prior must have as many heads as key, 2, got 1"),
@@ -161,6 +167,7 @@ def test_statistics_refuse_unknown_names():
 
 def test_numpy_numbers_are_numbers():
     numpy = pytest.importorskip("numpy")
+    assert call(dropout_p=numpy.float32(0.5)).shape == (2, 4, 5, 6)
     assert torch.equal(call(variance=numpy.float32(3.0)).isfinite(), torch.ones(2, 4, 5, 6, dtype=torch.bool))
 
 

@@ -98,9 +98,33 @@ def test_queries_before_the_first_key_see_nothing():
 
 def test_rows_that_are_too_wide_do_not_disturb_the_others():
     inputs, _ = make("two far shifts", torch.float64)
-    wide = cpu._wide_rows(problem_of(**inputs))
+    problem = problem_of(**inputs)
+    wide = cpu._wide_rows(problem, cpu._origin(problem))
     assert wide.any()
     assert not wide.all()
+
+
+@pytest.mark.parametrize("first_is_wide", [False, True])
+@pytest.mark.parametrize("distance", [3.0, 300.0], ids=["near zero", "far from zero"])
+def test_rows_that_are_too_wide_are_beside_others_wherever_the_data_lies(distance, first_is_wide):
+    """Ratios that are judged from one point and measured from another overflow, or are cut off where they count."""
+    sign = torch.tensor([-1.0, 1.0])
+    query, key = 0.3 * torch.randn(2, 1, 2, 12, 2)
+    query[:, :, 0 if first_is_wide else 5] += 40.0 * sign
+    key[:, :, 3] += 1.4 * sign
+    inputs = {
+        # The origin lies on the line between the two shifts, which is where a query tells them apart.
+        "query": query + distance * sign,
+        "key": key + distance * sign,
+        "value": torch.randn(1, 2, 12, 3),
+        "shift": torch.stack([12.0 * sign, -12.0 * sign]).expand(2, 2, 2).clone(),
+    }
+    grad = torch.randn(1, 2, 12, 3)
+    got = results(inputs, grad, backend="cpu")
+    exact = {name: tensor.double() for name, tensor in inputs.items()}
+    for name, tensor in results(exact, grad.double(), backend="reference").items():
+        # Logits of this size cost fp32 some digits in every backend; a ratio that is cut off costs them all.
+        assert (got[name] - tensor).norm() <= 1e-2 * tensor.norm(), name
 
 
 def problem_of(query, key, value, dropout_p=0.0, **options):
@@ -124,6 +148,38 @@ def test_calls_share_memory_but_not_numbers(kind):
         for name, gradient in zip(leaves, gradients, strict=True):
             assert torch.equal(gradient, alone[name]), name
     assert torch.equal(out, alone["out"])
+
+
+@pytest.mark.parametrize("kind", ["one key", "two projected", "two shifted"])
+@pytest.mark.parametrize("keys", [29, MOST_KEPT + 1])
+def test_a_call_in_inference_mode_does_not_spoil_the_workspace(kind, keys, monkeypatch):
+    """Evaluation first and training afterwards: arrays made in inference mode could not be written to outside of it."""
+    inputs, _ = make(kind, keys=keys, value_dim=5)
+    grad = torch.randn(3, 4, 21, 5)
+    expected = results(inputs, grad, backend="cpu")
+    monkeypatch.setattr(workspace, "_arrays", {})
+    monkeypatch.setattr(workspace, "_sizes", {})
+    monkeypatch.setattr(workspace, "_views", {})
+    with torch.inference_mode():
+        own = {name: tensor.clone() for name, tensor in inputs.items()}
+        assert mgk.mixture_attention(**own, backend="cpu").isfinite().all()
+    with torch.no_grad():
+        torch.testing.assert_close(mgk.mixture_attention(**inputs, backend="cpu"), expected["out"])
+    for name, tensor in results(inputs, grad, backend="cpu").items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_the_caller_may_reuse_a_mask_before_the_backward_pass(monkeypatch):
+    monkeypatch.setattr(grid, "BLOCK_NUMBERS", 500)
+    monkeypatch.setattr(grid, "TILE_PAIRS", 200)
+    inputs, _ = make("two projected", torch.float64)
+    mask = torch.rand(3, 29) > 0.4
+    leaves = [tensor.requires_grad_() for tensor in inputs.values()]
+    out = mgk.mixture_attention(**inputs, key_mask=mask, backend="cpu")
+    expected = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    mask.fill_(True)
+    for gradient, own in zip(torch.autograd.grad(out.sum(), leaves), expected, strict=True):
+        assert torch.equal(gradient, own)
 
 
 def test_threads_do_not_meet_in_the_workspace():

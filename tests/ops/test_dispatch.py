@@ -219,3 +219,14 @@ def test_boundaries_must_be_given():
     inputs["cu_seqlens_q"] = None
     with pytest.raises(TypeError, match="cu_seqlens_q must be an int32 tensor, got NoneType"):
         attend_packed(inputs, "auto")
+
+
+@pytest.mark.parametrize("name", ["reference", "chunked", "cpu", "sdpa"])
+def test_tensors_of_a_call_are_where_its_inputs_are(name):
+    """And not on the default device, which is another one while a program moves to a GPU."""
+    query, key, value = (torch.randn(1, 2, 9, 8) for _ in range(3))
+    shift, log_prior = torch.randn(2, 2, 8), torch.randn(2, 2)
+    options = {"shift": shift, "log_prior": log_prior, "is_causal": True, "backend": name}
+    expected = mgk.mixture_attention(query, key, value, **options)
+    with torch.device("meta"):
+        assert torch.equal(mgk.mixture_attention(query, key, value, **options), expected)

@@ -176,6 +176,21 @@ def test_prior_need_not_be_normalised(backend, kind, device):
 
 @every_backend
 @every_kind
+@pytest.mark.parametrize("constant", [1e4, -1e8, 1e30])
+def test_a_prior_far_from_one_leaves_the_digits_of_distances(backend, kind, constant, device):
+    """In fp32 1e8 + |q - k|^2 is 1e8, but only ratios of priors count."""
+    inputs = make_inputs(kind=kind, prior=None, dtype=torch.float32, device=device)
+    # In one head both components are equally likely, and in the other only the first is possible.
+    log_prior = torch.tensor([[constant, constant], [constant, -torch.inf]], device=device)
+    usual = torch.where(log_prior == constant, 0.0, log_prior)
+    assert relative_error(attend(inputs, backend, log_prior=log_prior), attend(inputs, backend, log_prior=usual)) < 1e-6
+    given = {name: inputs.get(name) for name in ("query", "key", "shift")}
+    for function in (mgk.mixture_weights, mgk.mixture_responsibilities):
+        assert relative_error(function(**given, log_prior=log_prior), function(**given, log_prior=usual)) < 1e-6
+
+
+@every_backend
+@every_kind
 @pytest.mark.parametrize("dtype", list(OUTPUT_CAP), ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_output_is_an_average_of_the_values(backend, kind, dtype, is_causal, device):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import relative_error
 from linear_cases import KINDS, make_linear, oracle
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mgk
 from mgk.ops import feature_maps, linear_chunked
@@ -55,6 +56,19 @@ def test_it_is_the_formula(backend, kind, options):
     """P19"""
     inputs = make_linear(kind=kind, **{"queries": 11, **options})
     assert relative_error(attend(inputs, backend), oracle(inputs)) <= 1e-12
+
+
+@every_backend
+@every_kind
+@pytest.mark.parametrize("constant", [200.0, -200.0])
+def test_prior_need_not_be_normalised(backend, kind, constant):
+    """Its exponential alone would overflow, or vanish."""
+    inputs = make_linear(kind=kind, dtype=torch.float32)
+    expected = attend(inputs, backend)
+    assert relative_error(attend(inputs, backend, log_prior=inputs["log_prior"] + constant), expected) <= 1e-4
+    given = {name: inputs.get(name) for name in ("query", "key", "shift")}
+    weight = mgk.linear_mixture_weights(**given, log_prior=inputs["log_prior"] + constant)
+    assert relative_error(weight, mgk.linear_mixture_weights(**given, log_prior=inputs["log_prior"])) <= 1e-4
 
 
 @every_map
@@ -282,6 +296,42 @@ def test_favor_of_wide_heads(dim):
     inputs = make_linear(queries=32, dim=dim, dtype=torch.float32, feature_map="favor", batch=1)
     exact = {name: t.double() if torch.is_tensor(t) else t for name, t in inputs.items()}
     assert relative_error(attend(inputs), attend(exact, "reference")) <= 1e-4
+
+
+def in_inference_mode(call, inputs):
+    with torch.inference_mode():
+        call(inputs)
+
+
+def with_fake_tensors(call, inputs):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        call({name: mode.from_tensor(tensor) for name, tensor in inputs.items()})
+
+
+def under_meta_as_default(call, inputs):
+    with torch.device("meta"):
+        feature_maps.favor(inputs["query"].shape[-1])
+
+
+def under_vmap(call, inputs):
+    torch.func.vmap(call)({name: torch.stack([tensor, tensor]) for name, tensor in inputs.items()})
+
+
+@pytest.mark.parametrize("first", [in_inference_mode, with_fake_tensors, under_meta_as_default, under_vmap])
+def test_random_features_are_not_those_of_the_mode_that_needed_them_first(first, device):
+    """They are kept for later calls, which may be under no such mode."""
+    inputs = make_linear(dim=7, dtype=torch.float64, prior=None, device=device)
+    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in inputs.items()}
+
+    def call(inputs):
+        return attend(inputs, feature_map="favor")
+
+    expected = call(inputs)
+    feature_maps._directions.cache_clear()
+    first(call, inputs)
+    out = call(leaves)
+    out.sum().backward()
+    assert torch.equal(out, expected)
 
 
 def test_a_function_of_ones_own():

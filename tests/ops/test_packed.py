@@ -196,6 +196,19 @@ def test_tracing_needs_the_fused_kernels():
     compiled = torch.compile(lambda: attend_packed(inputs, "chunked"), fullgraph=True, backend="eager")
     with pytest.raises(Exception, match="packed sequences can be traced with backend='triton' only"):
         compiled()
+    with pytest.raises(NotImplementedError, match="packed sequences can be traced with backend='triton' only"):
+        attend_packed({name: x.to("meta") if torch.is_tensor(x) else x for name, x in inputs.items()}, "auto")
+
+
+def test_nothing_packed_has_gradients_of_zero():
+    """Data-parallel training waits for them even where a rank has no token."""
+    tokens = [torch.randn(0, 2, 8, requires_grad=True) for _ in range(3)]
+    prior = torch.zeros(2, 1, requires_grad=True)
+    bounds = torch.zeros(1, dtype=torch.int32)
+    for function in (mgk.mixture_attention_varlen, mgk.linear_mixture_attention_varlen):
+        out = function(*tokens, cu_seqlens_q=bounds, log_prior=prior)
+        for gradient in torch.autograd.grad(out.sum(), [*tokens, prior]):
+            assert (gradient == 0).all()
 
 
 def test_boundaries_are_what_other_libraries_call_so():

@@ -138,6 +138,19 @@ def test_statistics_of_nothing(backend, device):
     assert mgk.mixture_weights(**empty).shape == (2, 2, 0, 19)
 
 
+@pytest.mark.parametrize("leaf", ["shift", "log_prior", "variance"])
+def test_every_parameter_gets_a_gradient(leaf, device):
+    """Of zeros where there is nothing to compute, or where hard assignment ignores it."""
+    inputs = case("shifted", {}, False, device)
+    inputs["variance"] = torch.ones(2, 2, dtype=torch.float64, device=device)
+    tensor = inputs[leaf] = inputs[leaf].detach().clone().requires_grad_()
+    empty = {**inputs, "query": inputs["query"][:, :, :0]}
+    outputs = [mgk.mixture_log_density(**empty), mgk.mixture_weights(**empty)]
+    outputs.append(mgk.mixture_weights(**inputs, assignment="hard"))
+    for out in outputs:
+        assert torch.autograd.grad(out.sum(), tensor)[0].isfinite().all()
+
+
 @every_kind
 @pytest.mark.parametrize("assignment", ["soft", "hard"])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -84,6 +86,22 @@ class MixtureAttention(nn.Module):
         shift_init: str = "normal",
     ) -> None:
         super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        counts = {
+            "embed_dim": embed_dim,
+            "num_heads": num_heads,
+            "num_components": num_components,
+            "num_kv_heads": num_kv_heads,
+        }
+        for name, count in {**counts, **({} if head_dim is None else {"head_dim": head_dim})}.items():
+            if not isinstance(count, Integral) or isinstance(count, bool):
+                raise TypeError(f"{name} must be an integer, got {count!r}")
+        numbers = {"dropout": dropout, "prior_momentum": prior_momentum, "shift_init_std": shift_init_std}
+        for name, number in numbers.items():
+            if not isinstance(number, Real):
+                raise TypeError(f"{name} must be a number, got {number!r}")
+        if not isinstance(is_causal, bool):
+            raise TypeError(f"is_causal must be a bool, got {type(is_causal).__name__}")
         check_choice("keys", keys, KEYS)
         check_choice("similarity", similarity, SIMILARITIES)
         check_choice("assignment", assignment, ASSIGNMENTS)
@@ -99,13 +117,6 @@ class MixtureAttention(nn.Module):
                     raise ValueError(f"linear attention has no {name}, got that and feature_map={feature_map!r}")
         elif normalization != "sum":
             raise ValueError(f"normalization must be 'sum' without a feature_map, got {normalization!r}")
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        counts = {
-            "embed_dim": embed_dim,
-            "num_heads": num_heads,
-            "num_components": num_components,
-            "num_kv_heads": num_kv_heads,
-        }
         for name, count in counts.items():
             if count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
@@ -310,9 +321,19 @@ class MixtureAttention(nn.Module):
     def _mixture(self, shift: Tensor | None) -> Mixture:
         return Mixture(shift, self.prior(), self.variance(), self.similarity, self.assignment)
 
-    def _check_width(self, name: str, tensor: Tensor) -> None:
+    def _check_width(self, name: str, tensor: Any) -> None:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if tensor.ndim != 3 or tensor.shape[-1] != self.embed_dim:
             raise ValueError(f"{name} must have shape [B, N, {self.embed_dim}], got {list(tensor.shape)}")
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *arguments: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
+        # load_state_dict(assign=True) puts tensors in the place of those on the meta device.
+        weight = state_dict.get(f"{prefix}q_proj.weight")
+        is_assigned = weight is not None and local_metadata.get("assign_to_params_buffers", False)
+        if is_assigned and isinstance(self.variance, FixedVariance):
+            self.variance.leave_meta(weight.device)
 
     def extra_repr(self) -> str:
         parts = [f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, head_dim={self.head_dim}"]

@@ -113,6 +113,12 @@ class EMPrior(nn.Module):
             self._make_probe()
         return super().train(mode)
 
+    def _load_from_state_dict(self, state_dict: Any, *arguments: Any) -> None:
+        super()._load_from_state_dict(state_dict, *arguments)
+        # load_state_dict(assign=True) puts tensors in the place of those on the meta device, but not the probe.
+        if self._probe.device != self.log_prior.device:
+            self._make_probe()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EMPrior:
         before = self.log_prior
         super()._apply(fn, recurse)

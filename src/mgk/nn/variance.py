@@ -48,6 +48,11 @@ class FixedVariance(nn.Module):
         self._restore_digits()
         return super().train(mode)
 
+    def leave_meta(self, device: torch.device) -> None:
+        """Move variances that are on the meta device to ``device``; no checkpoint holds them."""
+        if self.per_component is not None and self.per_component.device.type == "meta":
+            self.per_component = torch.tensor(self.values, dtype=torch.float32, device=device)
+
     def _restore_digits(self) -> None:
         """Restore fp32 or better after a change of the model's dtype, because half precision rounds the variances."""
         if self.per_component is not None and self.per_component.device.type != "meta":

@@ -134,7 +134,7 @@ def mixture_log_density(
     problem = make_problem(query, key, None, mixture, Visibility(is_causal, key_mask, query_mask, attn_mask))
     if 0 in problem.query.shape or problem.key.shape[3] == 0:
         empty = torch.full(problem.query.shape[:3], -math.inf, dtype=problem.compute_dtype, device=problem.query.device)
-        return with_zero_gradients(empty, problem.query, problem.key)
+        return with_zero_gradients(empty, problem.query, problem.key, *problem.parameters)
     components = problem.num_components
     prior = problem.log_prior
     if prior is None:

@@ -88,6 +88,9 @@ if _HAS_TRITON:
 # Double backward through these backends must be refused here, because they do not refuse it themselves.
 _FIRST_ORDER = ("chunked", "sdpa")
 
+# These backends normalise priors themselves.
+_NORMALISE_PRIORS = ("sdpa", "triton")
+
 
 def attend(problem: MixtureProblem, backend: str) -> Tensor:
     """Attention output of a validated call, ``[B, H, Nq, Dv]``, 0 at padded queries. Padding need not be filled yet."""
@@ -104,6 +107,8 @@ def attend(problem: MixtureProblem, backend: str) -> Tensor:
     if name in _FIRST_ORDER:
         problem = _first_order_only(problem)
     problem = _with_centred_keys(problem)
+    if name not in _NORMALISE_PRIORS:
+        problem = problem.with_relative_prior()
     attention = _attention_of(name, problem)
     with without_autocast(problem):
         # Plain softmax goes to the stock kernels unchanged, and the CPU backend moves the values in its tiles.
@@ -124,7 +129,7 @@ def weights(problem: MixtureProblem) -> Tensor:
     num_keys = problem.key.shape[3]
     if 0 in (batch, heads, num_queries, num_keys):
         empty = problem.query.new_zeros(batch, heads, num_queries, num_keys)
-        return with_zero_gradients(empty, problem.query, problem.key)
+        return with_zero_gradients(empty, problem.query, problem.key, *problem.parameters)
     if problem.cu_seqlens_q is not None and problem.cu_seqlens_k is not None:
         # Every pair is materialised anyway, so boundaries can become a mask.
         pairs = pairs_within_sequences(
@@ -132,10 +137,10 @@ def weights(problem: MixtureProblem) -> Tensor:
         )
         problem = problem._replace(attn_mask=pairs, is_causal=False, cu_seqlens_q=None, cu_seqlens_k=None)
     with without_autocast(problem):
-        weight = reference.weights(fill_padding(problem)).to(problem.query.dtype)
+        weight = reference.weights(fill_padding(problem).with_relative_prior()).to(problem.query.dtype)
     if problem.query_mask is not None:
         weight = weight.masked_fill(~problem.query_mask[:, None, :, None], 0.0)
-    return weight
+    return with_zero_gradients(weight, *problem.parameters)
 
 
 def log_normaliser(problem: MixtureProblem, backend: str) -> Tensor:
@@ -156,7 +161,7 @@ def responsibility_sums(problem: MixtureProblem, backend: str) -> Tensor:
     if 0 in problem.query.shape or problem.key.shape[3] == 0:
         return sums
     implementation = choose_statistics(problem, backend)
-    problem = fill_padding(problem)
+    problem = fill_padding(problem).with_relative_prior()
     with torch.no_grad(), without_autocast(problem):
         if problem.cu_seqlens_q is None:
             return implementation.responsibility_sums(problem)
@@ -172,7 +177,7 @@ def sequences_of(problem: MixtureProblem) -> Iterator[MixtureProblem]:
     """Yield the packed sequences one by one. Their lengths are read from the device."""
     assert problem.cu_seqlens_q is not None
     assert problem.cu_seqlens_k is not None
-    if is_traced():
+    if is_traced() or problem.query.device.type == "meta":
         raise NotImplementedError(
             "packed sequences can be traced with backend='triton' only, got a backend that must know their lengths"
         )

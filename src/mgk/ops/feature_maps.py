@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -61,34 +62,54 @@ def favor(head_dim: int, *, num_features: int | None = None, seed: int = 0) -> F
     if count < 1:
         raise ValueError(f"num_features must be at least 1, got {count}")
     directions = _directions(head_dim, count, seed)
+    return FeatureMap(_FavorOfQuery(directions), _FavorOfKey(directions))
 
-    def exponents(x: Tensor) -> Tensor:
+
+class _Favor:
+    """Random features in the given directions. A class and no closure, because layers that hold it are pickled."""
+
+    def __init__(self, directions: Tensor) -> None:
+        self.directions = directions
+
+    def exponents(self, x: Tensor) -> Tensor:
         x = x * x.shape[-1] ** -0.25
-        return x @ directions.to(x).mT - 0.5 * x.square().sum(-1, keepdim=True)
+        return x @ self.directions.to(x).mT - 0.5 * x.square().sum(-1, keepdim=True)
 
-    def of_query(x: Tensor) -> Tensor:
-        exponent = exponents(x)
+    def scale(self) -> float:
+        return float(len(self.directions) ** -0.5)
+
+
+class _FavorOfQuery(_Favor):
+    def __call__(self, x: Tensor) -> Tensor:
+        exponent = self.exponents(x)
         # A factor that all features of a query share cancels, so the maximum may be subtracted.
-        return (exponent - exponent.detach().amax(-1, keepdim=True)).exp() * count**-0.5
+        return (exponent - exponent.detach().amax(-1, keepdim=True)).exp() * self.scale()
 
-    def of_key(x: Tensor) -> Tensor:
+
+class _FavorOfKey(_Favor):
+    def __call__(self, x: Tensor) -> Tensor:
         # A maximum over the keys is not subtracted, because it would let later keys change earlier rows.
-        return exponents(x).clamp(max=LARGEST_EXPONENT).exp() * count**-0.5
-
-    return FeatureMap(of_query, of_key)
+        return self.exponents(x).clamp(max=LARGEST_EXPONENT).exp() * self.scale()
 
 
 @functools.lru_cache(maxsize=64)
 def _directions(head_dim: int, count: int, seed: int) -> Tensor:
     """Directions that are orthogonal in blocks of D and distributed in length like normal vectors, ``[F, D]``."""
-    generator = torch.Generator().manual_seed(seed)
+    # The tensor outlives the call, but modes and transforms of the calling thread would mark it as theirs: a meta
+    # device, fake tensors, inference mode, vmap. A new thread has none of them.
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(_draw_directions, head_dim, count, seed).result()
+
+
+def _draw_directions(head_dim: int, count: int, seed: int) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    options: Any = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
     blocks = []
     for _ in range(-(-count // head_dim)):
-        normal = torch.randn(head_dim, head_dim, generator=generator, dtype=torch.float64)
-        orthogonal, triangular = torch.linalg.qr(normal)
+        orthogonal, triangular = torch.linalg.qr(torch.randn(head_dim, head_dim, **options))
         # The sign of the diagonal makes the rotations uniformly distributed.
         blocks.append((orthogonal * triangular.diagonal().sign()).mT)
-    lengths = torch.randn(count, head_dim, generator=generator, dtype=torch.float64).norm(dim=-1, keepdim=True)
+    lengths = torch.randn(count, head_dim, **options).norm(dim=-1, keepdim=True)
     return torch.cat(blocks)[:count] * lengths
 
 
@@ -100,7 +121,7 @@ def resolve(feature_map: str | Map | FeatureMap, head_dim: int, normalization: s
     if isinstance(feature_map, FeatureMap):
         return feature_map
     if callable(feature_map):
-        own = _checked(feature_map)
+        own = _Checked(feature_map)
         return FeatureMap(own, own)
     if not isinstance(feature_map, str):
         raise TypeError(f"feature_map must be a name or a function, got {type(feature_map).__name__}")
@@ -115,11 +136,14 @@ def resolve(feature_map: str | Map | FeatureMap, head_dim: int, normalization: s
     return FeatureMap(plain, plain)
 
 
-def _checked(function: Map) -> Map:
-    """Wrap a user's function in checks of what it returns."""
+class _Checked:
+    """A user's function in checks of what it returns. A class, so that layers that hold it can be pickled."""
 
-    def of(x: Tensor) -> Tensor:
-        features = function(x)
+    def __init__(self, function: Map) -> None:
+        self.function = function
+
+    def __call__(self, x: Tensor) -> Tensor:
+        features = self.function(x)
         if not isinstance(features, Tensor) or features.shape[:-1] != x.shape[:-1]:
             got = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
             raise ValueError(f"feature_map must give [..., F] for {list(x.shape)}, got {got}")
@@ -128,5 +152,3 @@ def _checked(function: Map) -> Map:
         if may_inspect_values(features) and features.numel() and bool((features < 0).any()):
             raise ValueError(f"feature_map must give numbers that are not negative, got {float(features.min()):g}")
         return features
-
-    return of

@@ -189,7 +189,8 @@ def attend_linearly(problem: LinearProblem, backend: str) -> Tensor:
         return _attend(problem, backend)[0]
     outputs = [_attend(problem._replace(mixture=own), backend)[0] for own in sequences_of(mixture)]
     if not outputs:
-        return mixture.query.new_zeros(1, mixture.query.shape[1], 0, mixture.value.shape[-1])
+        out = mixture.query.new_zeros(1, mixture.query.shape[1], 0, mixture.value.shape[-1])
+        return with_zero_gradients(out, mixture.query, mixture.key, mixture.value, mixture.shift, mixture.log_prior)
     return torch.cat(outputs, dim=2)
 
 
@@ -205,7 +206,7 @@ def linear_weights(problem: LinearProblem) -> Tensor:
     if problem.mixture.cu_seqlens_q is not None:
         raise ValueError("the weights of packed sequences are not formed by linear attention, got cu_seqlens")
     with without_autocast(problem.mixture):
-        weight = linear_reference.weights(problem)
+        weight = linear_reference.weights(problem._replace(mixture=problem.mixture.with_relative_prior()))
     total = weight.sum(dim=-1, keepdim=True)
     return weight / total.masked_fill(total == 0, 1.0)
 
@@ -234,8 +235,11 @@ def _attend(problem: LinearProblem, backend: str, wants_state: bool = False) -> 
     if backend == "triton":
         return _attend_fused(problem, wants_state)
     implementation = linear_reference if backend == "reference" else linear_chunked
-    # A state holds sums of the original values, so a call with a state must not move them.
+    # A state holds sums of the original values and weights, so a call with a state must not change them.
     holds_state = wants_state or problem.state is not None
+    if problem.normalization == "sum" and not holds_state:
+        problem = problem._replace(mixture=mixture.with_relative_prior())
+        mixture = problem.mixture
     moved = None
     if problem.normalization == "sum" and not holds_state and not mixture.is_empty and may_move_values(mixture):
         moved = move_values(mixture)

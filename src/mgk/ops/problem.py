@@ -117,6 +117,18 @@ class MixtureProblem(NamedTuple):
             return 1.0 / self.variance
         return self.variance.to(self.compute_dtype).reciprocal()[:, :, None, None]
 
+    def with_relative_prior(self) -> MixtureProblem:
+        """Return the problem with priors of which the largest of each head is 1, unless they differ between keys.
+
+        Only ratios of priors matter to the weights, but a large logarithm leaves no digits for the distance that it is
+        added to. The largest is a constant for autograd, since no weight depends on it.
+        """
+        if self.log_prior is None or self.has_prior_by_key:
+            return self
+        largest = self.log_prior.detach().amax(dim=1, keepdim=True)
+        # A head without any prior above zero, which is refused where values may be read, must not become NaN.
+        return self._replace(log_prior=self.log_prior - largest.clamp(min=torch.finfo(largest.dtype).min))
+
     def component_keys(self, key: Tensor) -> Tensor:
         """Add the shifts, if any, to ``key [B, Hkv, 1 or M, Nk, D]``, giving ``[B, Hkv, M, Nk, D]``."""
         return key if self.shift is None else key + self.shift.to(key.dtype)[:, :, None, :]

@@ -200,7 +200,7 @@ def _rows_too_wide_to_factor(problem: MixtureProblem, u: Tensor, w: Tensor) -> T
         if problem.key_mask is not None:
             spread_w = spread_w.masked_fill(~problem.key_mask[:, None], 0.0)
         if problem.is_causal:
-            last_visible = torch.arange(u.shape[2]) + problem.causal_offset
+            last_visible = torch.arange(u.shape[2], device=u.device) + problem.causal_offset
             widest = spread_w.cummax(dim=-1).values[..., last_visible.clamp(min=0)]
         else:
             widest = spread_w.amax(dim=-1, keepdim=True)

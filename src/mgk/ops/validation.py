@@ -85,6 +85,8 @@ def make_problem(
         key_mask = same_for_all if key_mask is None else key_mask & same_for_all
         attn_mask = None
     cu_seqlens_q, cu_seqlens_k = visibility.cu_seqlens_q, visibility.cu_seqlens_k
+    if cu_seqlens_q is None and cu_seqlens_k is not None:
+        raise ValueError("packed sequences need the boundaries of their queries, got those of the keys alone")
     if cu_seqlens_q is not None:
         cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
         _check_packed(query, num_keys, cu_seqlens_q, cu_seqlens_k, visibility.attn_mask)
@@ -100,7 +102,7 @@ def _check_options(mixture: Mixture, visibility: Visibility, dropout_p: float) -
     check_choice("assignment", mixture.assignment, ASSIGNMENTS)
     if not isinstance(visibility.is_causal, bool):
         raise TypeError(f"is_causal must be a bool, got {type(visibility.is_causal).__name__}")
-    if not isinstance(dropout_p, (int, float)):
+    if not isinstance(dropout_p, Real):
         raise TypeError(f"dropout_p must be a number, got {type(dropout_p).__name__}")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must lie in [0, 1), got {dropout_p}")
@@ -267,13 +269,15 @@ def _canonical_log_prior(
         raise ValueError(f"log_prior must cover all {num_keys} key positions, got {log_prior.shape[-1]}")
     if log_prior.shape[-3] != num_kv_heads:
         raise ValueError(f"log_prior must have as many heads as key, {num_kv_heads}, got {log_prior.shape[-3]}")
+    # In fp32, because a large number in fp64 may be infinite there.
+    log_prior = log_prior.to(torch.promote_types(query.dtype, torch.float32))
     if may_inspect_values(log_prior) and log_prior.numel():
         if not bool((log_prior < math.inf).all()):
             raise ValueError("log_prior must hold numbers below infinity, got NaN or infinity")
         # A prior for each sample may be all -inf: the rows of that sample are 0, as if its keys were masked.
         if log_prior.ndim == 3 and bool((log_prior.amax(dim=(1, 2)) == -math.inf).any()):
             raise ValueError("log_prior must leave every head a component with a prior above zero, got all -inf")
-    return log_prior.to(torch.promote_types(query.dtype, torch.float32))
+    return log_prior
 
 
 def _canonical_variance(
@@ -294,10 +298,10 @@ def _canonical_variance(
             f"variance must be a number or have shape [M] = [{num_components}] or "
             f"[Hkv, M] = [{num_kv_heads}, {num_components}], got {_shape(variance)}"
         )
-    if may_inspect_values(variance) and not bool(((variance > 0) & (variance < math.inf)).all()):
-        raise ValueError(
-            f"variance must be positive and finite, got values from {variance.min():g} to {variance.max():g}"
-        )
+    # What is positive and finite in fp64 may be neither in the dtype that it is used in.
+    used = variance.detach().to(torch.promote_types(query.dtype, torch.float32))
+    if may_inspect_values(used) and not bool(((used > 0) & (used < math.inf)).all()):
+        raise ValueError(f"variance must be positive and finite, got values from {used.min():g} to {used.max():g}")
     return variance.expand(num_kv_heads, num_components)
 
 

@@ -77,26 +77,33 @@ def attention(problem: MixtureProblem) -> Tensor:
     if problem.shift is None or problem.num_components == 1:
         out = _attend(problem, shares_key=False)
     else:
-        wide = _wide_rows(problem)
+        origin = _origin(problem) if problem.similarity == "gaussian" else None
+        wide = _wide_rows(problem, origin)
         if not bool(wide.any()):
             out = _attend(problem, shares_key=True)
         elif bool(wide.all()):
             out = _attend(problem, shares_key=False)
         else:
-            rest = problem._replace(query=problem.query.masked_fill(wide, 0.0))
+            # At the origin the components of a query do not differ, so that no ratio of the rows that are left out
+            # overflows. The origin itself stays where it is, even if it was found by the first query.
+            place = problem.query.new_zeros(()) if origin is None else problem.at_queries(origin)
+            rest = problem._replace(query=torch.where(wide, place, problem.query))
             out = torch.where(wide, _attend(problem, shares_key=False), _attend(rest, shares_key=True))
     return out if dtype == compute_dtype else out.to(dtype)
 
 
 @torch.no_grad()
-def _wide_rows(problem: MixtureProblem) -> Tensor:
+def _wide_rows(problem: MixtureProblem, origin: Tensor | None) -> Tensor:
     """Mask of rows whose shifted components are too far apart to be ratios to the first one, bool ``[B, H, Nq, 1]``.
 
-    A row is judged by the keys that it can see, so that later tokens do not change a bit of earlier rows.
+    ``origin`` is the point from which the ratios will be measured, ``[B, Hkv, 1, D]``, or ``None`` for zero. A row is
+    judged by the keys that it can see, so that later tokens do not change a bit of earlier rows.
     """
     assert problem.shift is not None
     ways = (problem.shift[:, 1:] - problem.shift[:, :1]).to(problem.query.dtype)
-    origin = problem.origin().mT
+    if origin is None:
+        origin = ways.new_zeros(1, 1, 1, ways.shape[-1])
+    origin = origin.mT
     by_group = problem.query.unflatten(1, (-1, problem.group_size))
     of_query = (ways[:, None] @ by_group.mT - (ways @ origin)[:, :, None]).abs().amax(dim=-2).flatten(1, 2)
     of_key = problem.key.new_zeros(*problem.key.shape[:2], 1, problem.key.shape[3])
@@ -112,7 +119,7 @@ def _wide_rows(problem: MixtureProblem) -> Tensor:
         ratio = (problem.log_prior[:, 1:] - problem.log_prior[:, :1]).abs().amax(dim=1)
         of_key = of_key + float(problem.variance) * ratio
     if problem.is_causal:
-        last_visible = torch.arange(problem.query.shape[2]) + problem.causal_offset
+        last_visible = torch.arange(problem.query.shape[2], device=of_key.device) + problem.causal_offset
         of_key = of_key.cummax(dim=-1).values[..., last_visible.clamp(min=0)]
     else:
         of_key = of_key.amax(dim=-1, keepdim=True)
@@ -212,6 +219,9 @@ class _TiledAttention(torch.autograd.Function):
                 block = Block(inputs, call, grid, samples, block_heads, stays=stays)
                 forward_pass(block, out, normaliser)
             ctx.block = block if stays else None
+            if call.key_mask is not None and not stays:
+                # Backward makes the operands again, and by then the caller may have reused the mask.
+                call = call._replace(key_mask=call.key_mask.clone())
         workspace.drop_large_arrays()
         if call.is_blind is not None:
             out.masked_fill_(call.is_blind[:, 0], 0.0)

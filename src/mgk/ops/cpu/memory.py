@@ -27,6 +27,10 @@ class Workspace(threading.local):
         view = self._views.get(at)
         if view is not None and view.shape == shape:
             return view
+        if torch.is_inference_mode_enabled():
+            # An array outlives the call, and one that is made in inference mode cannot be written to outside of it.
+            with torch.inference_mode(False):
+                return self.array(name, like, *shape)
         size = math.prod(shape)
         if self._sizes.get(at, -1) < size:
             self._arrays[at], self._sizes[at] = like.new_empty(size), size
