@@ -286,6 +286,15 @@ def test_bad_options_are_refused(options, message):
         build("mgk", **options)
 
 
+@pytest.mark.parametrize("name", ["head_dim", "num_heads", "num_components", "num_kv_heads"])
+def test_counts_are_integers(name):
+    """As a division gives them, they would fail in a projection that nobody has heard of."""
+    with pytest.raises(TypeError, match=re.escape(f"{name} must be an integer, got 2.0")):
+        build("mgk", **{name: 2.0})
+    with pytest.raises(TypeError, match="variance_scale must be one number or one per component, got 'wide'"):
+        build("mgk", variance_scale="wide")
+
+
 def test_bad_inputs_are_refused():
     layer = build()
     with pytest.raises(ValueError, match=re.escape("query must have shape [B, N, 24], got [2, 9, 23]")):

@@ -17,7 +17,7 @@ from mgk.ops.dispatch import weights as materialised_weights
 from mgk.ops.feature_maps import Map, resolve
 from mgk.ops.linear import NORMALIZATIONS, attend_linearly, linear_weights, make_linear_problem
 from mgk.ops.problem import Mixture, Visibility
-from mgk.ops.validation import ASSIGNMENTS, SIMILARITIES, check_choice, make_problem
+from mgk.ops.validation import ASSIGNMENTS, SIMILARITIES, check_choice, check_integer, make_problem
 
 KEYS = ("projected", "shifted")
 PRIORS = ("learned", "uniform", "em")
@@ -107,7 +107,7 @@ class MixtureAttention(nn.Module):
             "num_kv_heads": num_kv_heads,
         }
         for name, count in counts.items():
-            if count < 1:
+            if check_integer(name, count) < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
         if head_dim is None:
             if embed_dim % num_heads != 0:
@@ -115,7 +115,7 @@ class MixtureAttention(nn.Module):
                     f"embed_dim must be a multiple of num_heads, or head_dim given, got {embed_dim} and {num_heads}"
                 )
             head_dim = embed_dim // num_heads
-        if head_dim < 1:
+        if check_integer("head_dim", head_dim) < 1:
             raise ValueError(f"head_dim must be at least 1, got {head_dim}")
         if num_heads % num_kv_heads != 0:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
