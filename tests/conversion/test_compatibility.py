@@ -57,6 +57,23 @@ def test_lora_and_the_mixture(family, targets, tmp_path):
     torch.testing.assert_close(logits(mgk.load_converted(tmp_path / "merged"), inputs), tuned, rtol=0, atol=1e-5)
 
 
+def test_a_start_fades_in_the_adapters(tmp_path):
+    """The copy of the mixture that PEFT trains and saves fades, and the model below the adapters does not."""
+    peft = pytest.importorskip("peft")
+    model, inputs = mgk.convert(make_model("llama"), "smgk", fade_steps=4), make_inputs("llama")
+    expected, fresh = logits(model, inputs), copy.deepcopy(model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["mixture"]))
+    for _ in range(3):
+        advance_start(adapted)
+    faded = logits(adapted, inputs)
+    assert (faded - expected).abs().max() > 0.1
+    with adapted.disable_adapter():
+        torch.testing.assert_close(logits(adapted, inputs), expected)
+    adapted.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits(peft.PeftModel.from_pretrained(fresh, tmp_path), inputs), faded)
+    torch.testing.assert_close(logits(adapted.merge_and_unload(), inputs), faded)
+
+
 def test_the_trainer_resumes(tmp_path):
     """Checkpoints are those of `save_pretrained`; what goes on from one is what was not interrupted."""
     tokens = make_inputs("llama", batch=8)["input_ids"].cpu()
@@ -107,6 +124,23 @@ def test_generation_compiled_with_a_static_cache():
     got = model.generate(**inputs, max_new_tokens=5, do_sample=False, cache_implementation="static")
     assert torch.equal(got, expected)
     assert counter.frame_count == 2  # the prompt, and every other step
+
+
+@pytest.mark.parametrize("is_converted", [True, False])
+def test_exported_with_a_dynamic_length(is_converted):
+    """The number of queries is a symbol then, which says no plain yes or no to causality."""
+    model = make_model("llama")
+    if is_converted:
+        mgk.convert(model, "smgk")
+    else:
+        model.set_attn_implementation("mgk")
+    inputs, others = make_inputs("llama"), make_inputs("llama", batch=2, tokens=13, seed=4)
+    axes = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
+    exported = torch.export.export(
+        model, (), {**inputs, "use_cache": False}, dynamic_shapes={**dict.fromkeys(inputs, axes), "use_cache": None}
+    )
+    expected = logits(model, others, use_cache=False)
+    torch.testing.assert_close(exported.module()(**others, use_cache=False).logits, expected, rtol=0, atol=1e-5)
 
 
 def test_a_converted_model_is_pickled():
