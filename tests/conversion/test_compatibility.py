@@ -126,14 +126,9 @@ def test_generation_compiled_with_a_static_cache():
     assert counter.frame_count == 2  # the prompt, and every other step
 
 
-@pytest.mark.parametrize("is_converted", [True, False])
-def test_exported_with_a_dynamic_length(is_converted):
+def test_exported_with_a_dynamic_length():
     """The number of queries is a symbol then, which says no plain yes or no to causality."""
-    model = make_model("llama")
-    if is_converted:
-        mgk.convert(model, "smgk")
-    else:
-        model.set_attn_implementation("mgk")
+    model = mgk.convert(make_model("llama", num_hidden_layers=1), "smgk")
     inputs, others = make_inputs("llama"), make_inputs("llama", batch=2, tokens=13, seed=4)
     axes = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
     exported = torch.export.export(
