@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
+from cases import DEVICE
 from conversion_cases import logits, make_inputs, make_model
 from transformers import DynamicCache, StaticCache
 
@@ -108,6 +109,31 @@ def test_bad_options(options, message):
     assert torch.equal(logits(model, inputs), expected)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"components": 2.0}, "components must be an integer, got 2.0"),
+        ({"num_heads": 2.0}, "num_heads must be an integer, got 2.0"),
+        ({"num_kv_heads": "1"}, "num_kv_heads must be an integer, got '1'"),
+        ({"fade_steps": 2.5}, "fade_steps must be an integer, got 2.5"),
+        ({"variance_scale": "a"}, "variance_scale must be one number or one per component, got 'a'"),
+        ({"variance_scale": None}, "variance_scale must be one number or one per component, got None"),
+    ],
+)
+def test_options_of_other_types(options, message):
+    with pytest.raises(TypeError, match=message):
+        mgk.convert(make_model("llama"), "smgk", **options)
+
+
+def test_a_refused_option_leaves_the_heads():
+    """Nothing is merged before all options are known to be right."""
+    model, inputs = make_model("llama"), make_inputs("llama")
+    expected = logits(model, inputs)
+    with pytest.raises(ValueError, match="variance_scale must be one number or 2"):
+        mgk.convert(model, "smgk", num_kv_heads=1, variance_scale=(1.0, 3.0, 2.0), start="immediate")
+    assert torch.equal(logits(model, inputs), expected)
+
+
 def test_presets_that_do_not_fit():
     with pytest.raises(ValueError, match=r"attention must be one of 'softmax', .*, got 'mlk'"):
         mgk.convert(make_model("llama"), "mlk")
@@ -124,6 +150,18 @@ def test_what_is_no_model():
         mgk.convert(torch.nn.Linear(2, 2), "smgk")
     model = mgk.convert(make_model("llama"), "smgk")
     with pytest.raises(ValueError, match="must not have been converted before"):
+        mgk.convert(model, "smgk")
+    whole = make_model("llama")
+    mgk.convert(whole.model, "smgk")
+    with pytest.raises(ValueError, match="must not have been converted before"):
+        mgk.convert(whole, "smgk")
+
+
+def test_offloaded_weights():
+    accelerate = pytest.importorskip("accelerate")
+    model = make_model("llama")
+    accelerate.cpu_offload(model, execution_device=DEVICE)
+    with pytest.raises(ValueError, match="must hold its weights, got one that accelerate has offloaded"):
         mgk.convert(model, "smgk")
 
 
@@ -161,6 +199,32 @@ def test_loading_what_was_not_converted(tmp_path):
     make_model("llama").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"path must hold a model that mgk.convert made, got a 'llama' in"):
         mgk.load_converted(tmp_path)
+
+
+def test_loading_as_something_else(tmp_path):
+    model = mgk.convert(make_model("llama"), "smgk")
+    model.save_pretrained(tmp_path)
+    for model_class in (transformers.AutoModelForCausalLM, "LlamaForCausalLM", torch.nn.Linear):
+        with pytest.raises(TypeError, match="model_class must be a class of models such as LlamaForCausalLM, or None"):
+            mgk.load_converted(tmp_path, model_class)
+    with pytest.raises(ValueError, match="model_class must be of the family 'llama', got BertModel"):
+        mgk.load_converted(tmp_path, transformers.BertModel)
+    with pytest.raises(ValueError, match="reads the configuration beside the weights, got another"):
+        mgk.load_converted(tmp_path, config=model.config)
+
+
+def test_the_class_itself_does_not_load_a_part(tmp_path):
+    """`AutoModel` refuses the model type, but a class named by the user only warns of it."""
+    mgk.convert(make_model("llama"), "gaussian", start="immediate").save_pretrained(tmp_path)
+    for name in ("LlamaForCausalLM", "LlamaModel"):
+        with pytest.raises(OSError, match=r"load-this-folder-with-mgk.load_converted"):
+            getattr(transformers, name).from_pretrained(tmp_path)
+
+
+def test_continuous_batching():
+    model = mgk.convert(make_model("llama"), "smgk")
+    with pytest.raises(ValueError, match="continuous batching keeps keys in pages, which mixture attention does not"):
+        model.generate_batch([[3, 4, 5]])
 
 
 def test_pushing_while_saving(tmp_path):

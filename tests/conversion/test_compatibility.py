@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -54,6 +55,23 @@ def test_lora_and_the_mixture(family, targets, tmp_path):
     torch.testing.assert_close(logits(merged, inputs), tuned, rtol=0, atol=1e-5)
     merged.save_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(mgk.load_converted(tmp_path / "merged"), inputs), tuned, rtol=0, atol=1e-5)
+
+
+def test_a_start_fades_in_the_adapters(tmp_path):
+    """The copy of the mixture that PEFT trains and saves fades, and the model below the adapters does not."""
+    peft = pytest.importorskip("peft")
+    model, inputs = mgk.convert(make_model("llama"), "smgk", fade_steps=4), make_inputs("llama")
+    expected, fresh = logits(model, inputs), copy.deepcopy(model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["mixture"]))
+    for _ in range(3):
+        advance_start(adapted)
+    faded = logits(adapted, inputs)
+    assert (faded - expected).abs().max() > 0.1
+    with adapted.disable_adapter():
+        torch.testing.assert_close(logits(adapted, inputs), expected)
+    adapted.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits(peft.PeftModel.from_pretrained(fresh, tmp_path), inputs), faded)
+    torch.testing.assert_close(logits(adapted.merge_and_unload(), inputs), faded)
 
 
 def test_the_trainer_resumes(tmp_path):
@@ -108,6 +126,18 @@ def test_generation_compiled_with_a_static_cache():
     assert counter.frame_count == 2  # the prompt, and every other step
 
 
+def test_exported_with_a_dynamic_length():
+    """The number of queries is a symbol then, which says no plain yes or no to causality."""
+    model = mgk.convert(make_model("llama", num_hidden_layers=1), "smgk")
+    inputs, others = make_inputs("llama"), make_inputs("llama", batch=2, tokens=13, seed=4)
+    axes = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
+    exported = torch.export.export(
+        model, (), {**inputs, "use_cache": False}, dynamic_shapes={**dict.fromkeys(inputs, axes), "use_cache": None}
+    )
+    expected = logits(model, others, use_cache=False)
+    torch.testing.assert_close(exported.module()(**others, use_cache=False).logits, expected, rtol=0, atol=1e-5)
+
+
 def test_a_converted_model_is_pickled():
     model, inputs = converted(), make_inputs("llama")
     again = pickle.loads(pickle.dumps(model))
@@ -116,6 +146,56 @@ def test_a_converted_model_is_pickled():
     torch.testing.assert_close(logits(again, inputs), logits(model, inputs))
     assert converted_class(type(model)) is type(model)
     assert type(model).__qualname__ == "MGKLlamaForCausalLM"
+
+
+class OwnLlama(transformers.LlamaForCausalLM):
+    """A class of the user, outside transformers."""
+
+
+def test_a_class_of_the_user(tmp_path):
+    """It is converted, pickled, saved, and loaded by its name in Python, which no file can hold."""
+    model, inputs = mgk.convert(OwnLlama(make_model("llama").config).eval(), "smgk"), make_inputs("llama")
+    expected = logits(model.to(DEVICE), inputs)
+    for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert type(again) is type(model)
+        assert isinstance(again, OwnLlama)
+        torch.testing.assert_close(logits(again, inputs), expected)
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits(mgk.load_converted(tmp_path, OwnLlama).to(DEVICE), inputs), expected)
+    with pytest.raises(ValueError, match="model_class must be given for a class outside transformers, got OwnLlama"):
+        mgk.load_converted(tmp_path)
+
+
+def test_other_models_of_one_configuration():
+    """Models that were built from the configuration of a converted one, before or after, are what they would be."""
+    config = make_model("llama").config
+    converted_model, before = transformers.LlamaForCausalLM(config), transformers.LlamaForCausalLM(config)
+    fields = copy.deepcopy(config.to_dict())
+    mgk.convert(converted_model, "smgk", num_kv_heads=1)
+    after = transformers.LlamaForCausalLM(config)
+    for other in (before, after):
+        assert other.config.to_dict() == fields
+        assert other.config._attn_implementation == "eager"
+        assert other.model.layers[0].self_attn.k_proj.out_features == 2 * HEAD_DIM
+    own = converted_model.config
+    assert own.num_key_value_heads == 1
+    assert all(module.config is own for module in converted_model.modules() if hasattr(module, "config"))
+    mgk.convert(before, "mgk")
+    # The configuration of a converted model makes a model that was not converted.
+    mgk.convert(transformers.LlamaForCausalLM(own), "gaussian")
+
+
+def test_numbers_of_numpy(tmp_path):
+    """Whoever sweeps options passes numbers of NumPy or torch, and saves the model."""
+    model = mgk.convert(
+        make_model("llama"), "smgk", components=np.int64(3), num_kv_heads=np.int64(1), fade_steps=np.int64(5),
+        variance_scale=torch.tensor(2.0), shift_init_std=np.float32(0.5),
+    )  # fmt: skip
+    model.save_pretrained(tmp_path)
+    assert mgk.load_converted(tmp_path).config.mgk == model.config.mgk
+    scales = np.array([1.0, 2.0])
+    model = mgk.convert(make_model("llama"), "smgk", variance_scale=scales, start="immediate")
+    assert model.config.mgk["variance_scale"] == [1.0, 2.0]
 
 
 def test_pipelines_know_the_model(caplog):

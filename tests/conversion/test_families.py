@@ -226,6 +226,24 @@ def test_implementation_alone_is_softmax(family):
 
 
 @every_family
+def test_attentions_are_those_of_the_old_model(family):
+    """Every map that the model shows, with the implementation alone and at a near start, however it asks for them."""
+    model, inputs = make_model(family), make_inputs(family)
+
+    def maps(model):
+        with torch.no_grad():
+            out = model(**inputs, output_attentions=True)
+        return {name: list(out[name]) for name in out if name.endswith("attentions") and name != "output_attentions"}
+
+    expected = maps(model)
+    assert sum(map(len, expected.values())) == (6 if family in SEQ2SEQ else 2)
+    model.set_attn_implementation("mgk")
+    alone = maps(model)
+    mgk.convert(model, "smgk")
+    torch.testing.assert_close((alone, maps(model)), (expected, expected), rtol=0, atol=1e-5)
+
+
+@every_family
 def test_gradient_checkpointing(family):
     """Recomputed layers have the gradients of those that were kept."""
     model = mgk.convert(make_model(family), "smgk", start="immediate")

@@ -308,6 +308,7 @@ WRONG_TYPES = [
     ({"dropout": None}, "dropout must be a number, got None"),
     ({"shift_init_std": "1"}, "shift_init_std must be a number, got '1'"),
     ({"prior_momentum": "0.9"}, "prior_momentum must be a number, got '0.9'"),
+    ({"variance_scale": "wide"}, "variance_scale must be one number or one per component, got 'wide'"),
     ({"is_causal": 1}, "is_causal must be a bool, got int"),
 ]
 

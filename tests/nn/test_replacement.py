@@ -103,6 +103,16 @@ def test_projections_of_unchanged_shape_keep_their_weights():
     assert shifted.k_proj.weight.shape == key.shape
 
 
+def test_frozen_weights_stay_frozen():
+    """Those that are kept: what is new, such as shifts and priors, learns."""
+    for frozen in (True, False):
+        replaced = mgk.replace_attention(encoder().requires_grad_(not frozen), "smgk")
+        learning = {name.split("attention.")[-1] for name, p in replaced.named_parameters() if p.requires_grad}
+        new = {name for name in learning if "shift" in name or "prior" in name}
+        assert len(new) == 2
+        assert (learning == new) == frozen
+
+
 def test_settings_of_the_old_attention_are_kept():
     model = nn.Sequential(nn.MultiheadAttention(WIDTH, HEADS, dropout=0.25, bias=False, dtype=torch.float64)).eval()
     new = mgk.replace_attention(model, "smgk")[0]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.utils import output_capturing
 
 from mgk.conversion.mask import compact_mask, read_mask
 from mgk.conversion.mixture import attend
@@ -55,7 +57,7 @@ def attention(
         dropout: dropout probability of the weights.
         is_causal: overrides ``module.is_causal``.
         cu_seq_lens_q: boundaries of packed sequences, if a collator passes them and the positions do not show them.
-        output_attentions: whether to return the weights.
+        output_attentions: whether to return the weights, which is also done where transformers collects them.
         kwargs: further arguments of transformers.
 
     Returns:
@@ -70,7 +72,7 @@ def attention(
     visible = read_mask(attention_mask, is_causal, query.shape[2], value.shape[2])
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     mixture = getattr(module, MIXTURE, None)
-    options: dict[str, Any] = {"dropout": dropout, "need_weights": bool(output_attentions)}
+    options: dict[str, Any] = {"dropout": dropout, "need_weights": bool(output_attentions) or _collects_weights()}
     if mixture is not None:
         out, weights = mixture(query, key, value, visible, scaling=scaling, **options)
     else:
@@ -79,6 +81,16 @@ def attention(
         softmax = Mixture(variance=1.0 / scaling, similarity="dot")
         out, weights = attend(query, key, value, visible, softmax, **options)
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _collects_weights() -> bool:
+    """Whether a model is called with ``output_attentions``, which some, such as GPT-2, do not pass on."""
+    collector = getattr(output_capturing, "_active_collector", None)
+    if collector is None:
+        return False
+    # Of the two places in which transformers notes what it collects, the compiler can read only this one.
+    collected = collector.global_var if torch.compiler.is_compiling() else collector.get()
+    return any("attentions" in name for name in collected or ())
 
 
 def register() -> None:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from mgk.conversion.families import family_of
 from mgk.conversion.heads import POOLINGS
 from mgk.conversion.installation import install
-from mgk.conversion.record import FIELD, Record
+from mgk.conversion.mixture import KeyMixture
+from mgk.conversion.record import Record
 from mgk.conversion.saving import converted_class
 from mgk.conversion.starts import STARTS, Perturbation, choose_start
 from mgk.nn import PRESETS
 from mgk.nn.presets import SOFTMAX_PRESETS
 from mgk.nn.variance import initial_variances
 from mgk.ops.dispatch import BACKENDS
-from mgk.ops.validation import check_choice
+from mgk.ops.validation import check_choice, check_integer
 
 
 def convert(
@@ -74,36 +78,55 @@ def convert(
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a PreTrainedModel of transformers, got {type(model).__name__}")
-    if getattr(model.config, FIELD, None) is not None:
+    if any(isinstance(module, KeyMixture) for module in model.modules()):
         raise ValueError("model must not have been converted before, got one that was")
+    if any(hasattr(module, "_hf_hook") and _is_offloaded(module) for module in model.modules()):
+        raise ValueError("model must hold its weights, got one that accelerate has offloaded: convert it before that")
     check_choice("attention", attention, SOFTMAX_PRESETS)
     check_choice("start", start, STARTS)
     check_choice("pooling", pooling, POOLINGS)
     check_choice("backend", backend, BACKENDS)
     preset = PRESETS[attention]
-    components = preset.num_components if components is None else components
+    components = preset.num_components if components is None else check_integer("components", components)
     if components < 1:
         raise ValueError(f"components must be at least 1, got {components}")
     if preset.num_components == 1 and components != 1:
         raise ValueError(f"{attention!r} has one key a position, got components={components}")
     start = choose_start(start, attention)
-    if start == "near" and fade_steps < 1:
+    if check_integer("fade_steps", fade_steps) < 1 and start == "near":
         raise ValueError(f"fade_steps must be at least 1, got {fade_steps}")
     for name, size in (("perturbation", perturbation), ("shift_init_std", shift_init_std)):
         if not 0.0 <= size < math.inf:
             raise ValueError(f"{name} must be finite and not negative, got {size}")
-    if start != "immediate" and len(set(initial_variances(1, components, variance_scale))) > 1:
+    scales = initial_variances(1, components, variance_scale)
+    if start != "immediate" and len(set(scales)) > 1:
         raise ValueError(f"start {start!r} needs one variance for all components, got variance_scale={variance_scale}")
     family_of(model)
     record = Record(
-        attention=attention, components=components, num_heads=num_heads, num_kv_heads=num_kv_heads,
-        fade_steps=fade_steps if start == "near" else 0, learn_variance=learn_variance,
-        variance_scale=variance_scale if isinstance(variance_scale, (int, float)) else list(variance_scale),
-        shift_init_std=shift_init_std, backend=backend,
+        attention=attention, components=components,
+        num_heads=None if num_heads is None else check_integer("num_heads", num_heads),
+        num_kv_heads=None if num_kv_heads is None else check_integer("num_kv_heads", num_kv_heads),
+        fade_steps=int(fade_steps) if start == "near" else 0, learn_variance=bool(learn_variance),
+        variance_scale=scales[0] if len(set(scales)) == 1 else scales,
+        shift_init_std=float(shift_init_std), backend=backend,
     )  # fmt: skip
     # Shifts are drawn from the generator of the CPU, whose state is restored afterwards.
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        _own_configuration(model)
         install(model, record, pooling=pooling, noise=Perturbation(perturbation, seed))
     model.__class__ = converted_class(type(model))
     return model
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in module.parameters(recurse=False))
+
+
+def _own_configuration(model: nn.Module) -> None:
+    """Give a model a configuration of its own, since other models may have been, or may yet be, built from the same."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(getattr(module, "config", None), PreTrainedConfig):
+            # Modules with one configuration have one copy, which `copies` remembers.
+            module.config = copy.deepcopy(module.config, copies)

@@ -150,8 +150,8 @@ def boundaries(sequences: Tensor) -> Tensor:
 
 def read_mask(mask: Any, is_causal: bool, num_queries: int, num_keys: int) -> Visible:
     """Decode a mask for attention that is causal or not."""
-    # A single query is the last one and sees all keys.
-    is_causal = is_causal and num_queries > 1
+    # A single query is the last one and sees all keys. A traced length may be a symbol, and is then known to be longer.
+    is_causal = is_causal and bool(num_queries > 1)
     if mask is None:
         return Visible(is_causal)
     if not isinstance(mask, Tensor):

@@ -95,9 +95,13 @@ class NearStart(nn.Module):
 
 
 def advance_start(model: nn.Module) -> None:
-    """Advance the start ``"near"`` by one step. Call it once after each optimiser step; other models are left alone."""
-    for module in model.modules():
-        if isinstance(module, NearStart):
+    """Advance the start ``"near"`` by one step. Call it once after each optimiser step; other models are left alone.
+
+    Where PEFT trains a copy of the mixture (``modules_to_save``), only the copy advances, so that the model without its
+    adapters stays what it was.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, NearStart) and "original_module" not in name.split("."):
             module.advance()
 
 

@@ -27,7 +27,7 @@ from mgk.ops.validation import may_inspect_values
 
 # Alignment of torch's allocator on a CPU, in bytes.
 ALIGNMENT = 64
-_NO_PAGES = (
+NO_PAGES = (
     "continuous batching keeps keys in pages, which mixture attention does not read: use generate with a padded batch"
 )
 
@@ -122,7 +122,7 @@ class MGKPreTrainedModel(PreTrainedModel):
         if requested_attention is None:
             return "sdpa"
         if requested_attention.startswith("paged|"):
-            raise ValueError(f'{_NO_PAGES}, got `attn_implementation="{requested_attention}"`')
+            raise ValueError(f'{NO_PAGES}, got `attn_implementation="{requested_attention}"`')
         if requested_attention not in BACKENDS:
             raise ValueError(
                 f'Specified `attn_implementation="{requested_attention}"` is not supported: '
@@ -132,7 +132,7 @@ class MGKPreTrainedModel(PreTrainedModel):
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
         """Refuse continuous batching, which would otherwise fail in a thread that only logs the error."""
-        raise ValueError(_NO_PAGES)
+        raise ValueError(NO_PAGES)
 
     @staticmethod
     def create_masks_for_generate(

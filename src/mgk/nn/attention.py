@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral, Real
 from typing import Any
 
 import torch.nn.functional as F
@@ -19,7 +18,7 @@ from mgk.ops.dispatch import weights as materialised_weights
 from mgk.ops.feature_maps import Map, resolve
 from mgk.ops.linear import NORMALIZATIONS, attend_linearly, linear_weights, make_linear_problem
 from mgk.ops.problem import Mixture, Visibility
-from mgk.ops.validation import ASSIGNMENTS, SIMILARITIES, check_choice, make_problem
+from mgk.ops.validation import ASSIGNMENTS, SIMILARITIES, check_choice, check_integer, check_number, make_problem
 
 KEYS = ("projected", "shifted")
 PRIORS = ("learned", "uniform", "em")
@@ -92,14 +91,16 @@ class MixtureAttention(nn.Module):
             "num_heads": num_heads,
             "num_components": num_components,
             "num_kv_heads": num_kv_heads,
+            **({} if head_dim is None else {"head_dim": head_dim}),
         }
-        for name, count in {**counts, **({} if head_dim is None else {"head_dim": head_dim})}.items():
-            if not isinstance(count, Integral) or isinstance(count, bool):
-                raise TypeError(f"{name} must be an integer, got {count!r}")
-        numbers = {"dropout": dropout, "prior_momentum": prior_momentum, "shift_init_std": shift_init_std}
-        for name, number in numbers.items():
-            if not isinstance(number, Real):
-                raise TypeError(f"{name} must be a number, got {number!r}")
+        for name, count in counts.items():
+            if check_integer(name, count) < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+        for name, fraction in {"dropout": dropout, "prior_momentum": prior_momentum}.items():
+            if not 0.0 <= check_number(name, fraction) < 1.0:
+                raise ValueError(f"{name} must lie in [0, 1), got {fraction}")
+        if not 0.0 <= check_number("shift_init_std", shift_init_std) < math.inf:
+            raise ValueError(f"shift_init_std must be finite and not negative, got {shift_init_std}")
         if not isinstance(is_causal, bool):
             raise TypeError(f"is_causal must be a bool, got {type(is_causal).__name__}")
         check_choice("keys", keys, KEYS)
@@ -117,24 +118,14 @@ class MixtureAttention(nn.Module):
                     raise ValueError(f"linear attention has no {name}, got that and feature_map={feature_map!r}")
         elif normalization != "sum":
             raise ValueError(f"normalization must be 'sum' without a feature_map, got {normalization!r}")
-        for name, count in counts.items():
-            if count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
         if head_dim is None:
             if embed_dim % num_heads != 0:
                 raise ValueError(
                     f"embed_dim must be a multiple of num_heads, or head_dim given, got {embed_dim} and {num_heads}"
                 )
             head_dim = embed_dim // num_heads
-        if head_dim < 1:
-            raise ValueError(f"head_dim must be at least 1, got {head_dim}")
         if num_heads % num_kv_heads != 0:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
-        for name, fraction in {"dropout": dropout, "prior_momentum": prior_momentum}.items():
-            if not 0.0 <= fraction < 1.0:
-                raise ValueError(f"{name} must lie in [0, 1), got {fraction}")
-        if not 0.0 <= shift_init_std < math.inf:
-            raise ValueError(f"shift_init_std must be finite and not negative, got {shift_init_std}")
 
         self.embed_dim = embed_dim
         self.num_heads = num_heads

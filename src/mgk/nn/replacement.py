@@ -104,8 +104,8 @@ def replace_attention(
         head_dim: width of one head; ``None`` keeps the old head dimension, so that fewer heads make a narrower layer.
         options: any further argument of :class:`MixtureAttention`. Dropout and biases are kept unless given.
 
-    A projection whose shape does not change keeps its weights; the others start fresh. Preset ``"softmax"`` at the same
-    width therefore computes what was there before.
+    A projection whose shape does not change keeps its weights, frozen or not; the others start fresh. Preset
+    ``"softmax"`` at the same width therefore computes what was there before.
     """
     if isinstance(model, nn.MultiheadAttention):
         raise ValueError(
@@ -156,7 +156,7 @@ def _replacement(
         for parameter_name, parameter in new.named_parameters():
             before = old_state.get(parameter_name)
             if before is not None and before.shape == parameter.shape:
-                parameter.copy_(before)
+                parameter.copy_(before).requires_grad_(before.requires_grad)
     return MultiheadMixtureAttention(new, batch_first=old.batch_first).train(old.training)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,11 @@ from torch import Tensor, nn
 
 def initial_variances(head_dim: int, num_components: int, scale: float | Sequence[float]) -> list[float]:
     """Return ``scale * sqrt(D)`` for each component; a single scale applies to all."""
-    scales = [float(scale)] * num_components if isinstance(scale, (int, float)) else [float(s) for s in scale]
+    try:
+        is_one = isinstance(scale, Real) or (isinstance(scale, Tensor) and scale.ndim == 0)
+        scales = [float(scale)] * num_components if is_one else [float(s) for s in scale]  # type: ignore
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"variance_scale must be one number or one per component, got {scale!r}") from error
     if len(scales) != num_components:
         raise ValueError(f"variance_scale must be one number or {num_components}, one per component, got {len(scales)}")
     if not all(0.0 < s < math.inf for s in scales):

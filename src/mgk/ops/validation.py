@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -50,6 +50,20 @@ def may_inspect_values(tensor: Tensor) -> bool:
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_integer(name: str, value: object) -> int:
+    """Return a count as an ``int``, also one of NumPy."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    return int(value)
+
+
+def check_number(name: str, value: object) -> float:
+    """Return a real number as a ``float``, also one of NumPy."""
+    if not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    return float(value)
 
 
 def make_problem(
