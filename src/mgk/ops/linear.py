@@ -232,14 +232,14 @@ def _attend(problem: LinearProblem, backend: str, wants_state: bool = False) -> 
     """Return output and state; the fused kernels return a state only if it is wanted."""
     mixture = problem.mixture
     backend = choose_linear_backend(problem, backend, wants_state)
-    if backend == "triton":
-        return _attend_fused(problem, wants_state)
-    implementation = linear_reference if backend == "reference" else linear_chunked
     # A state holds sums of the original values and weights, so a call with a state must not change them.
     holds_state = wants_state or problem.state is not None
     if problem.normalization == "sum" and not holds_state:
         problem = problem._replace(mixture=mixture.with_relative_prior())
         mixture = problem.mixture
+    if backend == "triton":
+        return _attend_fused(problem, wants_state)
+    implementation = linear_reference if backend == "reference" else linear_chunked
     moved = None
     if problem.normalization == "sum" and not holds_state and not mixture.is_empty and may_move_values(mixture):
         moved = move_values(mixture)

@@ -71,6 +71,15 @@ def test_outputs_and_gradients(kind, dtype, options, device):
         assert error_of(gradient, exact[name], torch.maximum(own, floor)) <= cap, name
 
 
+@every_kind
+@pytest.mark.parametrize("constant", [200.0, -200.0])
+def test_prior_need_not_be_normalised(kind, constant, device):
+    """Its exponential alone would overflow, or vanish."""
+    inputs = make_linear(kind=kind, dtype=ONE_DTYPE, queries=37, device=device)
+    moved = {**inputs, "log_prior": inputs["log_prior"] + constant}
+    assert error_of(attend(moved), attend(exactly(inputs), "reference")) <= max(1e-4, OUTPUT[ONE_DTYPE])
+
+
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 33, 64, 65])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_lengths_around_a_chunk(tokens, is_causal, device):
