@@ -222,6 +222,7 @@ def test_another_architecture_is_refused_with_all_that_differs(corpus, tmp_path)
     ):  # fmt: skip
         assert each in text
     assert "checkpoint_every" not in text
+    assert text.endswith("a different run needs a folder of its own")
 
 
 def test_weights_of_another_shape_are_refused_by_name(corpora, tmp_path):

@@ -190,7 +190,10 @@ def sweep(
     folder: Annotated[Path, typer.Option("--to", help="Folder for the runs.")] = RUNS,
     source: Source = None,
     device: Device = "auto",
-    results: Annotated[Path | None, typer.Option(help="Folder for a second copy of every result.")] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(help="Folder for a second copy of every result; a run whose result is there is not run again."),
+    ] = None,
     seconds: Annotated[
         float | None,
         typer.Option("--time", min=1, help="Time limit in seconds, within which every run saves and stops."),
@@ -205,9 +208,12 @@ def sweep(
     ] = None,
     archive: Annotated[
         Path | None,
-        typer.Option(help="Tar file for the contents of finished runs, to be read by mgk reproduce --collect."),
+        typer.Option(
+            help="Tar file for results, curves and analyses of finished runs, without checkpoints, to be read by mgk "
+            "reproduce --collect. An archive of this name is extended."
+        ),
     ] = None,
-    summary: Annotated[Path | None, typer.Option(help="JSON file for the time that each run took.")] = None,
+    summary: Annotated[Path | None, typer.Option(help="JSON file for the seconds that each run took.")] = None,
 ) -> None:
     """Run every row of a recipe with every seed. Repeat the command to skip finished runs and resume the rest."""
     if (recipe is None) == (plan is None) or (plan is not None and (rows is not None or seeds is not None)):

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import mgk.recipes
-from mgk.commands.sweep.cell import cells_of, finished
+from mgk.commands.sweep.cell import cells_of, finished, kept
 from mgk.commands.training import run, show_metric, write_copy
 
 
@@ -51,7 +51,7 @@ def run_sweep(
         folder: folder for the runs, each in ``RECIPE/ROW/seed-N``.
         source: folder of the raw files.
         device: ``cpu``, ``cuda`` or ``auto``.
-        results: folder for a copy of every result.
+        results: folder for a copy of every result; a cell with a result there counts as done.
         say: called with a message before each cell.
     """
     cells = cells_of(name, rows, seeds, changes, folder)
@@ -60,13 +60,15 @@ def run_sweep(
         title, config, place = cell.title, cell.config, cell.folder
         try:
             found = finished(place, config, device)
+            if found is not None and results is not None:
+                write_copy(results, found)
+            elif results is not None:
+                found = kept(results, config, device)
             say(f"[{number}/{len(cells)}] {title}: {'done before' if found else place}")
             if found is None:
                 found = run(
                     config, place, source=source, resume="auto", device=device, results=results, command=cell.command
                 )
-            elif results is not None:
-                write_copy(results, found)
             sweep.results.setdefault(config.row, []).append(found)
         except (ValueError, OSError, RuntimeError) as error:
             sweep.failed[title] = str(error)

@@ -1,0 +1,68 @@
+"""What counts as the result of a cell: that of its folder, or one that lies in the folder of results."""
+
+import json
+
+import pytest
+
+from mgk.commands.sweep import run_sweep
+from mgk.commands.sweep.cell import cells_of, kept
+from mgk.reproduction.collection import write_result
+from mgk.training.agreement import record_of
+
+CHANGES = ["training.steps=30", "schedule.warmup=3"]
+
+
+def cell_of(folder, recipe="demo", changes=(), row="softmax-8"):
+    (cell,) = cells_of(recipe, [row], [0], list(changes), folder)
+    return cell
+
+
+def content_of(cell, **facts):
+    config = cell.config
+    return {
+        "format": 2, "recipe": config.name, "row": config.row, "seed": config.seed, "precision": "float32",
+        "device": "CPU", "metrics": {"test": {"accuracy": 0.5}}, "parameters": 1, "packed": False,
+        **record_of(config), **facts,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "precision", "folder"),
+    [
+        ("demo", [], "float32", "demo"),
+        ("demo", CHANGES, "float32", "other/demo"),
+        ("lra/listops", ["training.precision=fp16"], "float16", "lra/listops-fp16"),
+    ],
+)
+def test_a_result_is_found_wherever_it_is_filed(tmp_path, recipe, changes, precision, folder):
+    """A run with changes is filed under the recipe that it agrees with, or under none."""
+    cell = cell_of(tmp_path, recipe, changes)
+    content = content_of(cell, precision=precision)
+    path = write_result(tmp_path / "results", content)
+    assert path == tmp_path / "results" / folder / "softmax-8-seed-0.json"
+    found = kept(tmp_path / "results", cell.config, "cpu")
+    assert found == json.loads(path.read_text())
+
+
+def test_the_result_of_another_run_is_none_of_the_cell(tmp_path):
+    """Not one with other changes, and not one of a recipe that only happens to have the same values."""
+    write_result(tmp_path, content_of(cell_of(tmp_path, "demo", CHANGES)))
+    assert kept(tmp_path, cell_of(tmp_path, "demo").config, "cpu") is None
+    assert kept(tmp_path, cell_of(tmp_path, "demo", ["training.steps=300"]).config, "cpu") is None
+    changed = cell_of(tmp_path, "lra/listops", ["training.precision=fp16"])
+    write_result(tmp_path, content_of(cell_of(tmp_path, "lra/listops-fp16"), precision="float16"))
+    assert kept(tmp_path, changed.config, "cpu") is None
+
+
+def test_cells_in_turn_are_not_run_again_where_the_runs_are_gone(tmp_path, monkeypatch):
+    """As those of several at once are not."""
+    monkeypatch.setattr("mgk.commands.sweep.in_turn.run", lambda *_, **__: pytest.fail("it must not be run again"))
+    written = write_result(tmp_path / "results", content_of(cell_of(tmp_path, "demo", CHANGES)))
+    before, said = written.read_bytes(), []
+    sweep = run_sweep(
+        "demo", rows=["softmax-8"], changes=CHANGES, folder=tmp_path / "runs", device="cpu",
+        results=tmp_path / "results", say=said.append,
+    )  # fmt: skip
+    assert said == ["[1/1] softmax-8, seed 0: done before"]
+    assert len(sweep.results["softmax-8"]) == 1
+    assert written.read_bytes() == before
