@@ -5,6 +5,7 @@ import json
 import pytest
 
 from mgk.commands.sweep import run_sweep
+from mgk.commands.sweep.at_once import run_cells
 from mgk.commands.sweep.cell import cells_of, kept
 from mgk.reproduction.collection import write_result
 from mgk.training.agreement import record_of
@@ -66,3 +67,17 @@ def test_cells_in_turn_are_not_run_again_where_the_runs_are_gone(tmp_path, monke
     assert said == ["[1/1] softmax-8, seed 0: done before"]
     assert len(sweep.results["softmax-8"]) == 1
     assert written.read_bytes() == before
+
+
+@pytest.mark.parametrize(("option", "name"), [("archive", "all.tar.xz"), ("summary", "summary.json")])
+def test_what_is_written_at_the_end_is_checked_at_the_start(tmp_path, option, name):
+    """Before the time of a machine that goes back afterwards is spent."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=f"--{option} must be in a folder that can be made, got .*file/{name}: "):
+        run_cells([], None, jobs=1, **{option: tmp_path / "file" / name})
+
+
+def test_an_archive_that_cannot_be_extended_is_an_error_at_the_start(tmp_path):
+    (tmp_path / "all.tar.xz").write_bytes(b"half of one")
+    with pytest.raises(ValueError, match=r"all\.tar\.xz must be an archive of mgk sweep --archive, got "):
+        run_cells([], None, jobs=1, archive=tmp_path / "all.tar.xz")

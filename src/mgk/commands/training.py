@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from mgk.commands.full_table import full_table
 from mgk.data.kind import Progress, no_progress
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def recipes(
 
     console = Console()
     if name is None:
-        table = Table("recipe", "what it is", "rows")
+        table = full_table("recipe", "what it is", "rows")
         for each in mgk.recipes.names():
             recipe = mgk.recipes.load(each)
             table.add_row(each, recipe.title, " ".join(recipe.rows))
@@ -166,7 +167,7 @@ def evaluate(
         folder, split, stride=stride if sliding else None, beams=beams, length_penalty=length_penalty, source=source,
         device=device, precision=precision, progress=bar(console),
     )  # fmt: skip
-    table = Table("metric", "value", title=f"{found['recipe']} {found['row']}, {split}")
+    table = full_table("metric", "value", title=f"{found['recipe']} {found['row']}, {split}")
     for name, value in found["metrics"].items():
         table.add_row(name, show_metric(name, value))
     for name, value in found["baselines"].items():
@@ -329,7 +330,7 @@ def _table(found: dict[str, Any]) -> Table:
     """Return a table of a result next to the paper's numbers and simple baselines."""
     import mgk.recipes
 
-    table = Table("", "value", title=f"{found['recipe']} {found['row']}, seed {found['seed']}")
+    table = full_table("", "value", title=f"{found['recipe']} {found['row']}, seed {found['seed']}")
     for split, metrics in found["metrics"].items():
         for name, value in metrics.items():
             table.add_row(f"{split} {name}", show_metric(name, value))

@@ -334,6 +334,12 @@ class Trainer:
             # --resume was meant for the first start. A restart by torchrun or SLURM has newer checkpoints.
             resume = "auto"
         if isinstance(resume, int):
+            steps = [checkpoint.step_of(path) for path in checkpoint.candidates(self.checkpoints, STEP)]
+            if resume not in steps:
+                listed = ", ".join(map(str, sorted(steps))) or "none"
+                raise CheckpointError(
+                    f"--resume must be the step of a checkpoint in {self.checkpoints} ({listed}), got {resume}"
+                )
             found: Checkpoint | None = checkpoint.read(checkpoint.place(self.checkpoints, STEP, resume))
         elif resume == "never" and checkpoint.candidates(self.checkpoints, STEP):
             raise CheckpointError(f"{self.checkpoints} must be empty with --resume never, got checkpoints")

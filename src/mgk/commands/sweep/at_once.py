@@ -103,8 +103,11 @@ def run_cells(
     is_on_gpu = device != "cpu" and torch.cuda.is_available()
     if device == "cuda" and not is_on_gpu:
         raise ValueError("--device must be one that is there, got cuda, and torch sees no GPU")
+    for option, path in (("--archive", archive), ("--summary", summary)):
+        if path is not None:
+            _check_place(option, path)
     if archive is not None:
-        archives.check_name(archive)
+        archives.check(archive)
     known = [_look_up(cell, device, results, analyze, evaluate) for cell in cells]
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(GracefulStop())
@@ -141,6 +144,16 @@ def run_cells(
             )
             write_summary(summary, content)
     return Outcome(cells=known, signal=stop.signal)
+
+
+def _check_place(option: str, path: Path) -> None:
+    """Check that a file can be written, which comes at the end, when all the time is spent."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{option} must be in a folder that can be made, got {path}: {error}") from error
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{option} must be in a folder that can be written to, got {path}")
 
 
 def process_seconds() -> float:

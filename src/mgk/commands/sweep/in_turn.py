@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import mgk.recipes
+from mgk.commands.full_table import full_table
 from mgk.commands.sweep.cell import cells_of, finished, kept
 from mgk.commands.training import run, show_metric, write_copy
 
@@ -79,7 +80,9 @@ def run_sweep(
 def table_of(sweep: Sweep) -> Table:
     """Return a table with the mean and standard error over the seeds of each row, next to the paper's number."""
     metric = sweep.metric
-    table = Table("row", f"test {metric}", "standard error", "seeds", "the paper", "parameters", title=sweep.recipe)
+    table = full_table(
+        "row", f"test {metric}", "standard error", "seeds", "the paper", "parameters", title=sweep.recipe
+    )
     for row, found in sweep.results.items():
         values = [each["metrics"]["test"][metric] for each in found]
         mean, error = mean_and_error(values)
