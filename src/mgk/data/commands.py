@@ -24,7 +24,10 @@ T = TypeVar("T")
 
 app = typer.Typer(help="Corpora: list, prepare, inspect.", no_args_is_help=True)
 
-Folder = Annotated[Path | None, typer.Option("--to", help="Where the prepared corpus is kept.")]
+Folder = Annotated[
+    Path | None,
+    typer.Option("--to", help="Folder of the prepared corpus; default: $MGK_CACHE/NAME or ~/.cache/mgk/NAME."),
+]
 
 
 @app.command("list")
