@@ -222,6 +222,7 @@ def test_lines_for_people(corpus, tmp_path):
     fit(config, tmp_path, corpus, build_fabric(device="cpu"), display=display)
     assert "tiny: step 4 of 4, test batch 1 of 2, " in text.getvalue()
     assert "nan" not in text.getvalue()
+    assert "tiny: step 4 of 4, 0:00:00 left" in text.getvalue().splitlines()
 
 
 def test_quiet_is_quiet():

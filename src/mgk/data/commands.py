@@ -152,7 +152,7 @@ def _draw(path: Path, name: str, lengths: dict[str, NDArray[Any]]) -> None:
     from matplotlib import pyplot
     from matplotlib.ticker import PercentFormatter
 
-    edges = np.histogram_bin_edges(np.concatenate(list(lengths.values())), bins=60)
+    edges = np.histogram_bin_edges(np.concatenate(list(lengths.values())), bins=60).tolist()
     figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
     for title, values in lengths.items():
         # Shares, because the splits have different sizes.
