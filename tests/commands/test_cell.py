@@ -69,12 +69,23 @@ def test_cells_in_turn_are_not_run_again_where_the_runs_are_gone(tmp_path, monke
     assert written.read_bytes() == before
 
 
-@pytest.mark.parametrize(("option", "name"), [("archive", "all.tar.xz"), ("summary", "summary.json")])
-def test_what_is_written_at_the_end_is_checked_at_the_start(tmp_path, option, name):
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"archive": "file/all.tar.xz"}, "the folder of --archive"),
+        ({"summary": "file/summary.json"}, "the folder of --summary"),
+        ({"results": "file"}, "--results"),
+    ],
+)
+def test_what_is_written_at_the_end_is_checked_at_the_start(tmp_path, options, what):
     """Before the time of a machine that goes back afterwards is spent."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=f"--{option} must be in a folder that can be made, got .*file/{name}: "):
-        run_cells([], None, jobs=1, **{option: tmp_path / "file" / name})
+    paths = {name: tmp_path / path for name, path in options.items()}
+    with pytest.raises(ValueError, match=f"{what} must be a folder that can be made, got .*file: File exists"):
+        run_cells([], None, jobs=1, **paths)
+    if "results" in paths:
+        with pytest.raises(ValueError, match="--results must be a folder that can be made"):
+            run_sweep("demo", folder=tmp_path / "runs", **paths)
 
 
 def test_an_archive_that_cannot_be_extended_is_an_error_at_the_start(tmp_path):

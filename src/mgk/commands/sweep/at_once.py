@@ -21,6 +21,7 @@ from mgk.commands.sweep.mps import MultiProcessService
 from mgk.commands.sweep.progress import Progress
 from mgk.commands.sweep.scheduler import Scheduler
 from mgk.commands.sweep.summary import summarize, write_summary
+from mgk.commands.training import check_folder
 from mgk.data.kind import Progress as Bar
 from mgk.data.kind import no_progress
 from mgk.reproduction import archive as archives
@@ -103,9 +104,9 @@ def run_cells(
     is_on_gpu = device != "cpu" and torch.cuda.is_available()
     if device == "cuda" and not is_on_gpu:
         raise ValueError("--device must be one that is there, got cuda, and torch sees no GPU")
-    for option, path in (("--archive", archive), ("--summary", summary)):
-        if path is not None:
-            _check_place(option, path)
+    check_folder("--results", results)
+    check_folder("the folder of --archive", None if archive is None else archive.parent)
+    check_folder("the folder of --summary", None if summary is None else summary.parent)
     if archive is not None:
         archives.check(archive)
     known = [_look_up(cell, device, results, analyze, evaluate) for cell in cells]
@@ -144,16 +145,6 @@ def run_cells(
             )
             write_summary(summary, content)
     return Outcome(cells=known, signal=stop.signal)
-
-
-def _check_place(option: str, path: Path) -> None:
-    """Check that a file can be written, which comes at the end, when all the time is spent."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{option} must be in a folder that can be made, got {path}: {error}") from error
-    if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"{option} must be in a folder that can be written to, got {path}")
 
 
 def process_seconds() -> float:
