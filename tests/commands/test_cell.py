@@ -1,6 +1,10 @@
 """What counts as the result of a cell: that of its folder, or one that lies in the folder of results."""
 
 import json
+import re
+import subprocess
+import tarfile
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +13,7 @@ from mgk.commands.sweep.at_once import run_cells
 from mgk.commands.sweep.cell import cells_of, kept
 from mgk.reproduction.collection import write_result
 from mgk.training.agreement import record_of
+from mgk.training.status import StatusFile
 
 CHANGES = ["training.steps=30", "schedule.warmup=3"]
 
@@ -92,3 +97,21 @@ def test_an_archive_that_cannot_be_extended_is_an_error_at_the_start(tmp_path):
     (tmp_path / "all.tar.xz").write_bytes(b"half of one")
     with pytest.raises(ValueError, match=r"all\.tar\.xz must be an archive of mgk sweep --archive, got "):
         run_cells([], None, jobs=1, archive=tmp_path / "all.tar.xz")
+
+
+def test_the_command_of_the_docs_takes_the_runs_that_are_not_done(tmp_path):
+    """Also one that was killed while it trained, with everything that is in its folder."""
+    page = Path(__file__).parents[2] / "docs" / "training.md"
+    (command,) = re.findall(r"^grep -rL .*$", page.read_text(), re.MULTILINE)
+    for seed, state in enumerate(("done", "stopped", "training")):
+        folder = tmp_path / "runs" / "demo" / "softmax-8" / f"seed-{seed}"
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / "checkpoints" / "weights").write_text("")
+        StatusFile(folder).enter(state)
+    (tmp_path / "out").mkdir()
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    with tarfile.open(tmp_path / "out" / "unfinished.tar.gz") as archive:
+        names = [member.name for member in archive.getmembers() if member.isfile()]
+    assert sorted(names) == [
+        f"runs/demo/softmax-8/seed-{seed}/{name}" for seed in (1, 2) for name in ("checkpoints/weights", "status.json")
+    ]

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from mgk.commands.full_table import full_table
+from mgk.data.full_table import full_table
 from mgk.data.kind import Progress, no_progress
 
 if TYPE_CHECKING:

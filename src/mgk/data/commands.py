@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from mgk.commands.full_table import full_table
 from mgk.data import baselines, registry
+from mgk.data.full_table import full_table
 from mgk.data.kind import check_options
 from mgk.data.store import Corpus, Split
 

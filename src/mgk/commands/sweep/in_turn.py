@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 import mgk.recipes
-from mgk.commands.full_table import full_table
 from mgk.commands.sweep.cell import cells_of, finished, kept
 from mgk.commands.training import check_folder, run, show_metric, write_copy
+from mgk.data.full_table import full_table
 
 
 @dataclass
