@@ -134,6 +134,20 @@ def test_what_the_user_did_wrong_is_one_line(saved, capsys, monkeypatch):
         assert "Traceback" not in error
 
 
+def test_what_a_folder_lacks_is_named(saved, tmp_path):
+    """A run, whose models lie deeper, and a model that was saved without a tokenizer."""
+    best = tmp_path / "checkpoints" / "best-00000020"
+    best.mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"got one without config\.json: the best model of this run is .*-00000020$"):
+        run("generate", tmp_path, "x")
+    for name in ("config.json", "model.safetensors"):
+        (best / name).write_bytes((saved["writer"] / name).read_bytes())
+    with pytest.raises(
+        ValueError, match=r"best-00000020 must hold the tokenizer of its model, got none: runs on bytes"
+    ):
+        run("generate", best, "x")
+
+
 def test_another_tokenizer_is_refused(saved, tmp_path):
     """42: a token more than the model has, and as many tokens in another order."""
     import shutil

@@ -118,6 +118,7 @@ COMMANDS = {
     r"export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1": "test_torchrun_starts_a_dead_rank_again",
     r"torchrun --standalone .*--max-restarts \d+ -m mgk train .*": "test_torchrun_starts_a_dead_rank_again",
     r"srun mgk train .*": "test_build_fabric_under_a_launcher",
+    r"grep -rL .* runs \| .*": "test_the_command_of_the_docs_takes_the_runs_that_are_not_done",
 }
 
 

@@ -108,6 +108,8 @@ def generate(
 
     if not Path(model).is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", model) is None:
         raise ValueError(f"model must be a folder, or owner/name on the hub, got {model!r}, where no folder is")
+    if Path(model).is_dir():
+        _check_model(Path(model))
     config = AutoConfig.from_pretrained(model)
     if not isinstance(config, mgk.models.MGKConfig):
         raise ValueError(f"{model} must be a model of mgk, got model_type {config.model_type!r}")
@@ -118,6 +120,8 @@ def generate(
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device must be one that is there, got {device}, and torch sees no GPU")
     writer = _load_writer(model, config, dtype).to(device).eval()
+    if Path(model).is_dir():
+        _check_has_tokenizer(Path(model))
     tokenizer = reader = AutoTokenizer.from_pretrained(model)
     mgk.models.check_tokenizer(config, tokenizer)
     if config.is_encoder_decoder and config.source_vocab_size is not None:
@@ -145,6 +149,22 @@ def generate(
     else:
         streamer = TextStreamer(tokenizer, skip_special_tokens=True)
         writer.generate(**inputs, **settings, streamer=streamer)
+
+
+def _check_model(folder: Path) -> None:
+    """Check that a folder holds a model. Where it is the folder of a run, the error names that of its best model."""
+    if not (folder / "config.json").is_file():
+        models = sorted(folder.glob("checkpoints/best-*"))
+        hint = f": the best model of this run is {models[-1]}" if models else ""
+        raise ValueError(f"{folder} must be the folder of a saved model, got one without config.json{hint}")
+
+
+def _check_has_tokenizer(folder: Path) -> None:
+    """Check that a folder holds a tokenizer, because the error of transformers does not say that there is none."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        raise ValueError(
+            f"{folder} must hold the tokenizer of its model, got none: runs on bytes and on WikiText's words save none"
+        )
 
 
 def _load_writer(model: str, config: mgk.models.MGKConfig, dtype: str) -> PreTrainedModel:

@@ -65,9 +65,20 @@ def refused(printed, message):
     assert message in printed.err
 
 
+def test_the_table_fits_a_narrow_terminal(trained, tmp_path, run_command, monkeypatch):
+    """No word is broken."""
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run_command("analyze", trained, "--to", tmp_path, "--device", "cpu").out.splitlines()
+    assert max(len(line) for line in lines[:-1]) <= 80
+    (names,) = [line.split() for line in lines if line.startswith("layer  ")]
+    assert names[:4] == ["layer", "heads", "rank", "rank"]
+    assert names[-2:] == ["prior", "distance"]
+    assert any(line.startswith("layer 1 ") for line in lines)
+
+
 def test_analyze_a_run(trained, tmp_path, run_command):
     printed = run_command("analyze", trained, "--to", tmp_path / "here", "--samples", "3", "--device", "cpu")
-    assert "effective rank" in printed.out
+    assert "effective" in printed.out
     assert "layer 1" in printed.out
     pictures = sorted((tmp_path / "here").glob("*.png"))
     assert {path.stem for path in pictures} == {

@@ -203,6 +203,7 @@ def test_time_is_up(cache, tmp_path):
     _, err = finish(tmp_path, cache, *arguments, code=143)
     assert time.monotonic() - started < limit + 2
     assert "time is up: 2 cells save and stop" in err
+    assert "4 of 4 cells are not done yet: the same command goes on from the checkpoints below runs/tiny" in err
     said = statuses(tmp_path)
     assert {each.state for each in said.values()} == {"stopped"}
     # The first seed of each row: those that are to follow would wait for it.

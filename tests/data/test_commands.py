@@ -6,8 +6,8 @@ from typer.testing import CliRunner
 from mgk.cli import app
 
 
-def run(*arguments):
-    result = CliRunner().invoke(app, ["data", *map(str, arguments)], env={"COLUMNS": "200"})
+def run(*arguments, columns=200):
+    result = CliRunner().invoke(app, ["data", *map(str, arguments)], env={"COLUMNS": str(columns)})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert result.exit_code == 0, result.output
@@ -36,6 +36,12 @@ def test_list_names_every_corpus():
         assert name in out
 
 
+def test_nothing_is_cut_in_a_narrow_terminal():
+    """Neither an option nor the name of a file."""
+    out = run("list", columns=80)
+    assert "…" not in out
+
+
 def test_prepare_then_inspect(fixtures, tmp_path):
     out = run("prepare", "imdb", "--from", fixtures / "imdb", "protocol=published")
     assert "40" in out
@@ -53,6 +59,13 @@ def test_a_stream_has_no_histogram(fixtures):
     out = run("inspect", "enwik8")
     assert "A '''bean''' is a [[seed]]" in out
     assert "█" not in out
+
+
+def test_a_stream_has_no_plot_either(fixtures, tmp_path):
+    run("prepare", "enwik8", "size=1000", "--from", fixtures / "enwik8")
+    with pytest.raises(ValueError, match="--plot needs a corpus of several sequences, got enwik8"):
+        run("inspect", "enwik8", "--plot", tmp_path / "lengths.png")
+    assert not (tmp_path / "lengths.png").exists()
 
 
 def test_a_generated_corpus_needs_no_files():

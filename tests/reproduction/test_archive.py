@@ -78,6 +78,11 @@ def test_no_other_result_is_overwritten(tmp_path):
     ):
         collect(second, results)
     assert contents(results) == before
+    # All of them at once, not one at every try.
+    collect(pack(tmp_path / "third.tar.xz", make_run(tmp_path, "mgk-4", 2)), results)
+    both = pack(tmp_path / "both.tar.xz", *(make_run(tmp_path, "mgk-4", seed, perplexity=9.0) for seed in (0, 2)))
+    with pytest.raises(ValueError, match=r"mgk-4-seed-0\.json, .*mgk-4-seed-2\.json: remove those first"):
+        collect(both, results)
     (results / RECIPE / "mgk-4-seed-0.json").unlink()
     collect(second, results)
     assert json.loads((results / RECIPE / "mgk-4-seed-0.json").read_text())["metrics"]["test"]["perplexity"] == 29.0
@@ -142,15 +147,21 @@ def test_files_that_are_none(tmp_path):
     content = damaged.read_bytes()
     for cut in (0, 10, len(content) // 2):
         damaged.write_bytes(content[:cut])
-        with pytest.raises(ValueError, match=r"all\.tar\.xz must be an archive of mgk sweep --archive, got "):
-            collect(damaged, tmp_path / "results")
+        for use in (archive.check, lambda path: collect(path, tmp_path / "results")):
+            with pytest.raises(
+                ValueError, match=r"all\.tar\.xz must be an archive of mgk sweep --archive, got "
+            ) as error:
+                use(damaged)
+            assert "\n" not in str(error.value)
+    archive.check(tmp_path / "new.tar.xz")
+    archive.check(pack(tmp_path / "whole.tar.xz", make_run(tmp_path, "mgk-4", 1)))
     with pytest.raises(ValueError, match=r"--archive must end in \.tar\.xz, \.tar\.gz, \.tgz, \.tar, got .*all\.zip"):
         archive.check_name(tmp_path / "all.zip")
     (tmp_path / "folder.tar").mkdir()
     with pytest.raises(ValueError, match="--archive must be a file, got the folder"):
         archive.check_name(tmp_path / "folder.tar")
     (tmp_path / "note.txt").write_text("no archive")
-    with pytest.raises(ValueError, match=r"--collect must be a folder of runs, got .*note\.txt"):
+    with pytest.raises(ValueError, match=r"--collect must be a folder .* got .*note\.txt, where a file of another"):
         collect(tmp_path / "note.txt", tmp_path / "results")
 
 

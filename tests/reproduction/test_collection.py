@@ -56,7 +56,7 @@ def test_it_may_be_done_again(tmp_path):
 
 
 def test_bad_input(tmp_path):
-    with pytest.raises(ValueError, match=r"--collect must be a folder of runs, got .*none, where no folder is"):
+    with pytest.raises(ValueError, match=r"--collect must be a folder of runs, or an archive .*none, where nothing is"):
         collect(tmp_path / "none", tmp_path / "results")
     place = make_run(tmp_path, "mgk-4", 0)
     (place / "result.json").write_text("{")

@@ -52,6 +52,8 @@ def test_names_are_those_of_the_paper():
 def test_a_name_that_nobody_knows():
     with pytest.raises(ValueError, match=r"must be one of T1, T2, .* or all, got 'T11'"):
         parse_names(["T11"])
+    with pytest.raises(ValueError, match=r"got 'fidelty' \(did you mean 'fidelity'\?\)"):
+        parse_names(["fidelty"])
 
 
 def test_full_results_miss_nothing(made):

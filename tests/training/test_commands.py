@@ -129,7 +129,7 @@ def test_train_with_changes(mgk_command, recipe, tmp_path):
 
     # Another configuration does not go on from this one, nor does any from a checkpoint that is not there.
     refused(last_line(mgk_command(*train, "optimizer.lr=1e-4", code=1)), "optimizer.lr was 0.0002, is 0.0001")
-    refused(last_line(mgk_command(*train, "--resume", "999", code=1)), "step-00000999 must be a whole checkpoint")
+    refused(last_line(mgk_command(*train, "--resume", "999", code=1)), "checkpoints (4, 6), got 999")
     refused(last_line(mgk_command(*train, "--resume", "never", code=1)), "must be empty with --resume never")
     assert "going on from step-00000004" in mgk_command(*train, "--resume", "4").err
     assert without_times(read(folder / "result.json")) == without_times(found)
@@ -192,6 +192,12 @@ def test_unknown_recipes_are_refused(mgk_command):
     refused(mgk_command("train", "absent.yaml", code=1), "absent.yaml must be a readable text file")
     # What typer refuses has its own form, and its own code.
     assert "--heads" in mgk_command("train", "lra/text", "--heads", "0", code=2).err
+
+
+def test_recipes_are_not_cut_in_a_narrow_terminal(mgk_command, monkeypatch):
+    """A row that is cut cannot be copied."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "…" not in mgk_command("recipes").out
 
 
 def test_recipes(mgk_command):

@@ -212,8 +212,17 @@ def test_lines_for_people(corpus, tmp_path):
     assert lines[1].startswith("tiny: step 1 of 4, loss 2.")
     assert lines[2].startswith("tiny: step 2 of 4, loss 2.")
     assert re.search(r" tokens/s, \d:\d\d:\d\d left$", lines[2])
-    assert any("accuracy 0 of 2" in line for line in lines), "validation shows how far it is, too"
+    assert any("loss" in line and "valid batch 1 of 2" in line for line in lines), "validation shows how far it is, too"
     assert lines[-1].startswith("tiny: step 4 of 4, loss ")
+    assert "test batch 2 of 2" in "".join(lines)
+    # A process that only tests a finished run has seen no loss.
+    (tmp_path / "result.json").unlink()
+    text.truncate(0)
+    config = make_config(training={"steps": 4, "log_every": 2})
+    fit(config, tmp_path, corpus, build_fabric(device="cpu"), display=display)
+    assert "tiny: step 4 of 4, test batch 1 of 2, " in text.getvalue()
+    assert "nan" not in text.getvalue()
+    assert "tiny: step 4 of 4, 0:00:00 left" in text.getvalue().splitlines()
 
 
 def test_quiet_is_quiet():

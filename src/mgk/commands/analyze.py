@@ -145,12 +145,12 @@ def analyze_folder(
 
 def summary(findings: Findings, title: str) -> Table:
     """Return a table with a row for each layer: means over heads and samples."""
-    # The table has ten columns and no lines between them, so that it fits a terminal of 80 characters.
-    table = Table(title=escape(title), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    # The ten columns fit a terminal of 80 characters only if their names are broken here: rich would break words.
+    table = Table(title=escape(title), box=box.SIMPLE_HEAD, padding=0, show_edge=False, pad_edge=False)
     table.add_column("layer")
     for name in (
-        "heads", "rank", "effective rank", "distance of heads", "CKA of heads", "NLL mixture", "NLL one Gaussian",
-        "prior", "distance of components",
+        "heads", "rank", "effective\nrank", "head\ndistance", "CKA of\nheads", "NLL\nmixture", "NLL one\nGaussian",
+        "prior", "component\ndistance",
     ):  # fmt: skip
         table.add_column(name, justify="right", overflow="fold")
     for number, rank in enumerate(findings.rank):
@@ -162,13 +162,13 @@ def summary(findings: Findings, title: str) -> Table:
         table.add_row(
             rank.layer,
             f"{len(rank.matrices[0])}",
-            f"{sum(each.rank for each in ranks) / len(ranks):.0f} of {max(rank.num_queries)}",
+            f"{sum(each.rank for each in ranks) / len(ranks):.0f}/{max(rank.num_queries)}",
             f"{sum(each.effective_rank for each in ranks) / len(ranks):.1f}",
             _number(redundancy.mean_distance),
             _number(redundancy.mean_similarity),
             "-" if density is None else _number(float(density.mixture.mean())),
             "-" if density is None else _number(float(density.merged.mean())),
-            " ".join(f"{float(each):.3f}" for each in mixture.prior.mean(dim=0)),
+            "\n".join(f"{float(each):.3f}" for each in mixture.prior.mean(dim=0)),
             _number(float(sum(apart)) / len(apart)) if apart else "-",
         )
     return table

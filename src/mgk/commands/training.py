@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from mgk.data.full_table import full_table
 from mgk.data.kind import Progress, no_progress
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def recipes(
 
     console = Console()
     if name is None:
-        table = Table("recipe", "what it is", "rows")
+        table = full_table("recipe", "what it is", "rows")
         for each in mgk.recipes.names():
             recipe = mgk.recipes.load(each)
             table.add_row(each, recipe.title, " ".join(recipe.rows))
@@ -97,6 +98,7 @@ def train(
     config = chosen.config(row, [*model, *(changes or [])])
     named = {"--attention": attention, "--heads": heads, "--row": row}
     options = [part for name, value in named.items() if value is not None for part in (name, str(value))]
+    check_folder("--results", results)
     place = default_run(config) if folder is None else folder
     run(
         config, place, source=source, resume=parse_resume(resume), device=device, devices=devices, nodes=nodes,
@@ -166,7 +168,7 @@ def evaluate(
         folder, split, stride=stride if sliding else None, beams=beams, length_penalty=length_penalty, source=source,
         device=device, precision=precision, progress=bar(console),
     )  # fmt: skip
-    table = Table("metric", "value", title=f"{found['recipe']} {found['row']}, {split}")
+    table = full_table("metric", "value", title=f"{found['recipe']} {found['row']}, {split}")
     for name, value in found["metrics"].items():
         table.add_row(name, show_metric(name, value))
     for name, value in found["baselines"].items():
@@ -190,7 +192,10 @@ def sweep(
     folder: Annotated[Path, typer.Option("--to", help="Folder for the runs.")] = RUNS,
     source: Source = None,
     device: Device = "auto",
-    results: Annotated[Path | None, typer.Option(help="Folder for a second copy of every result.")] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(help="Folder for a second copy of every result; a run whose result is there is not run again."),
+    ] = None,
     seconds: Annotated[
         float | None,
         typer.Option("--time", min=1, help="Time limit in seconds, within which every run saves and stops."),
@@ -205,9 +210,12 @@ def sweep(
     ] = None,
     archive: Annotated[
         Path | None,
-        typer.Option(help="Tar file for the contents of finished runs, to be read by mgk reproduce --collect."),
+        typer.Option(
+            help="Tar file for results, curves and analyses of finished runs, without checkpoints, to be read by mgk "
+            "reproduce --collect. An archive of this name is extended."
+        ),
     ] = None,
-    summary: Annotated[Path | None, typer.Option(help="JSON file for the time that each run took.")] = None,
+    summary: Annotated[Path | None, typer.Option(help="JSON file for the seconds that each run took.")] = None,
 ) -> None:
     """Run every row of a recipe with every seed. Repeat the command to skip finished runs and resume the rest."""
     if (recipe is None) == (plan is None) or (plan is not None and (rows is not None or seeds is not None)):
@@ -263,6 +271,18 @@ def sweep(
 def default_run(config: RunConfig, runs: Path = RUNS) -> Path:
     """Default folder of a run."""
     return runs / config.name / config.row / f"seed-{config.seed}"
+
+
+def check_folder(what: str, folder: Path | None) -> None:
+    """Check that a folder can be written to. That comes after the training, when all the time is spent."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{what} must be a folder that can be made, got {folder}: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{what} must be a folder that can be written to, got {folder}")
 
 
 def write_copy(results: Path, found: dict[str, Any]) -> None:
@@ -323,7 +343,7 @@ def _table(found: dict[str, Any]) -> Table:
     """Return a table of a result next to the paper's numbers and simple baselines."""
     import mgk.recipes
 
-    table = Table("", "value", title=f"{found['recipe']} {found['row']}, seed {found['seed']}")
+    table = full_table("", "value", title=f"{found['recipe']} {found['row']}, seed {found['seed']}")
     for split, metrics in found["metrics"].items():
         for name, value in metrics.items():
             table.add_row(f"{split} {name}", show_metric(name, value))

@@ -11,10 +11,12 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
 from mgk.data import baselines, registry
+from mgk.data.full_table import full_table
 from mgk.data.kind import check_options
 from mgk.data.store import Corpus, Split
 
@@ -22,19 +24,21 @@ T = TypeVar("T")
 
 app = typer.Typer(help="Corpora: list, prepare, inspect.", no_args_is_help=True)
 
-Folder = Annotated[Path | None, typer.Option("--to", help="Where the prepared corpus is kept.")]
+Folder = Annotated[
+    Path | None,
+    typer.Option("--to", help="Folder of the prepared corpus; default: $MGK_CACHE/NAME or ~/.cache/mgk/NAME."),
+]
 
 
 @app.command("list")
 def list_corpora() -> None:
     """All corpora, what they need, and whether they are prepared."""
-    table = Table("name", "task", "what it is", "options", "prepared")
+    table = full_table("name", "what it is, where its files come from, and its options", "prepared")
     for kind in registry.KINDS.values():
-        options = " ".join(f"{name}={value}" for name, value in kind.options.items())
+        options = " ".join(f"{name}={value}" for name, value in kind.options.items()) or "no options"
         is_there = (registry.default_folder(kind.name) / "manifest.json").is_file()
-        table.add_row(
-            kind.name, kind.task, f"{kind.title}\n[dim]{kind.origin}[/dim]", options, "yes" if is_there else ""
-        )
+        described = f"{kind.title} ({kind.task})\n[dim]{escape(kind.origin)}[/dim]\n{escape(options)}"
+        table.add_row(kind.name, described, "yes" if is_there else "")
     Console().print(table)
 
 
@@ -66,6 +70,16 @@ def inspect(
 ) -> None:
     """Counts, lengths, class balance and a few samples of a prepared corpus."""
     corpus = registry.open_corpus(name, folder)
+    lengths = {
+        f"{split} {field}": sequences.lengths
+        for split, content in corpus.splits.items()
+        for field, sequences in content.sequences.items()
+        if len(sequences) > 1
+    }
+    if plot is not None and not lengths:
+        raise ValueError(
+            f"--plot needs a corpus of several sequences, got {name}, which is one long one in every split"
+        )
     console = Console()
     console.print(_counts(corpus))
     for fact, value in corpus.manifest["facts"].items():
@@ -73,12 +87,6 @@ def inspect(
     for split, content in corpus.splits.items():
         if "labels" in content.numbers:
             console.print(f"{split}: {_balance(content)}")
-    lengths = {
-        f"{split} {field}": sequences.lengths
-        for split, content in corpus.splits.items()
-        for field, sequences in content.sequences.items()
-        if len(sequences) > 1
-    }
     for title, values in lengths.items():
         console.print(_histogram(title, values))
     if plot is not None:
@@ -142,11 +150,15 @@ def _draw(path: Path, name: str, lengths: dict[str, NDArray[Any]]) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import PercentFormatter
 
+    edges = np.histogram_bin_edges(np.concatenate(list(lengths.values())), bins=60).tolist()
     figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
     for title, values in lengths.items():
-        axes.hist(values, bins=60, histtype="step", label=title, density=True)
+        # Shares, because the splits have different sizes.
+        axes.hist(values, bins=edges, histtype="step", label=title, weights=np.full(len(values), 1 / len(values)))
     axes.set(xlabel="tokens", ylabel="share of sequences", title=name)
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

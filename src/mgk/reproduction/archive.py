@@ -33,8 +33,16 @@ def is_archive(path: Path) -> bool:
     return path.name.endswith(tuple(MODES))
 
 
+def check(path: Path) -> None:
+    """Raise an error for an archive that could not be written or extended, before there is anything to pack."""
+    check_name(path)
+    if path.is_file():
+        with tempfile.TemporaryDirectory() as folder:
+            _extract(path, Path(folder))
+
+
 def check_name(path: Path) -> None:
-    """Raise an error for a name without the suffix of an archive, before anything is packed."""
+    """Raise an error for a name without the suffix of an archive."""
     if not is_archive(path):
         raise ValueError(f"--archive must end in {', '.join(MODES)}, got {path}")
     if path.is_dir():
@@ -99,7 +107,11 @@ def _extract(path: Path, folder: Path) -> dict[PurePosixPath, Path]:
                 _check_member(member, path)
             archive.extractall(folder, members, filter="data")
     except (tarfile.TarError, OSError, EOFError) as error:
-        raise ValueError(f"{path} must be an archive of mgk sweep --archive, got {error}") from error
+        # For a file of another kind the message has a line for every kind of compression.
+        what = f"{error}".partition("\n")[0].removesuffix(":")
+        raise ValueError(
+            f"{path} must be an archive of mgk sweep --archive, got one that cannot be read: {what}"
+        ) from error
     names = sorted(PurePosixPath(member.name) for member in members if member.isfile())
     return {name.relative_to(ROOT): folder / name for name in names}
 

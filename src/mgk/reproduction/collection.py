@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import mgk.recipes
-from mgk.reproduction.archive import is_archive, opened
+from mgk.reproduction.archive import MODES, is_archive, opened
 from mgk.reproduction.filing import folder_of, refiled
 from mgk.reproduction.results import ANALYSIS, CURVES, EVALUATIONS, run_files, run_name
 from mgk.training import result
@@ -43,11 +43,13 @@ def collect(runs: Path, results: Path) -> list[Path]:
     if runs.is_file() and is_archive(runs):
         with opened(runs) as folder:
             packed = list(_in_results(folder))
-            for run in packed:
-                _check_same(runs, run.content, results)
+            _check_same(runs, packed, results)
             return [path for run in packed for path in _bring(run, results)]
     if not runs.is_dir():
-        raise ValueError(f"--collect must be a folder of runs, got {runs}, where no folder is, and no archive either")
+        found = "a file of another kind" if runs.is_file() else "nothing"
+        raise ValueError(
+            f"--collect must be a folder of runs, or an archive ({', '.join(MODES)}), got {runs}, where {found} is"
+        )
     written: list[Path] = []
     for run in (*_in_run_folders(runs), *_in_results(runs)):
         written += _bring(run, results)
@@ -66,12 +68,18 @@ def write_result(results: Path, content: Mapping[str, Any]) -> Path:
     return path
 
 
-def _check_same(archive: Path, content: Mapping[str, Any], results: Path) -> None:
-    present = result_file(results, content)
-    if present.is_file() and result.read(present) != _under(content, folder_of(content)):
+def _check_same(archive: Path, runs: Sequence[Finished], results: Path) -> None:
+    """Check that no result in an archive would replace that of another run. All that would are named at once."""
+    differing = []
+    for run in runs:
+        present = result_file(results, run.content)
+        if present.is_file() and result.read(present) != _under(run.content, folder_of(run.content)):
+            differing.append(present)
+    if differing:
+        which = "that one" if len(differing) == 1 else "those"
         raise ValueError(
-            f"{archive} must not replace the result of another run, got one that differs from {present}: "
-            f"remove that one first if the new one is to take its place"
+            f"{archive} must not replace the result of another run, got one that differs from "
+            f"{', '.join(map(str, differing))}: remove {which} first if the archive is to be taken instead"
         )
 
 

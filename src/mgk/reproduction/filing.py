@@ -69,6 +69,14 @@ def folder_of(content: Mapping[str, Any]) -> str:
     return filed.recipe or str(content["recipe"])
 
 
+def folders_of(name: str) -> tuple[str, ...]:
+    """Return all folders below ``results/`` that may hold a result of runs that named this recipe."""
+    if name not in mgk.recipes.names():
+        return (name,)
+    # A run that changed values of its recipe belongs to another one, or to none.
+    return (name, *_relatives(name), f"{OTHER}/{name}")
+
+
 def refiled(content: Mapping[str, Any], recipe: str) -> dict[str, Any]:
     """Return a result, evaluation or analysis under the recipe that it belongs to, with its full model.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def parse_names(given: Sequence[str]) -> list[str]:
         elif name.lower() in known:
             wanted.append(known[name.lower()])
         else:
-            raise ValueError(f"a table or figure must be one of {', '.join(known.values())} or {ALL}, got {name!r}")
+            close = difflib.get_close_matches(name.lower(), [*known, ALL], n=1)
+            hint = f" (did you mean {known.get(close[0], ALL)!r}?)" if close else ""
+            raise ValueError(f"a page must be one of {', '.join(known.values())} or {ALL}, got {name!r}{hint}")
     return list(dict.fromkeys(wanted))
 
 

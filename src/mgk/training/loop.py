@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import time
@@ -161,7 +162,7 @@ class Trainer:
         name = self.config.validation.metric
         score = -metrics[name] if name == "loss" else metrics[name]
         self.state.validated = self.state.step
-        self._metric = f", validation {name} {metrics[name]:.4f}"
+        self._metric = f"validation {name} {metrics[name]:.4f}"
         if self._curves is not None:
             self._curves.write(self.state.step, "valid", {**metrics, "validation_seconds": took})
         # NaN is never the best score.
@@ -178,7 +179,7 @@ class Trainer:
 
     def test(self, split: str) -> tuple[dict[str, float], dict[str, Any] | None]:
         """Return the metrics of a split, and which of its items were right, if the task has such items."""
-        found = self.task.test(self.model, split, self.share, self._watched)
+        found = self.task.test(self.model, split, self.share, functools.partial(self._watched, split))
         self._show()
         return found
 
@@ -333,6 +334,12 @@ class Trainer:
             # --resume was meant for the first start. A restart by torchrun or SLURM has newer checkpoints.
             resume = "auto"
         if isinstance(resume, int):
+            steps = [checkpoint.step_of(path) for path in checkpoint.candidates(self.checkpoints, STEP)]
+            if resume not in steps:
+                listed = ", ".join(map(str, sorted(steps))) or "none"
+                raise CheckpointError(
+                    f"--resume must be the step of a checkpoint in {self.checkpoints} ({listed}), got {resume}"
+                )
             found: Checkpoint | None = checkpoint.read(checkpoint.place(self.checkpoints, STEP, resume))
         elif resume == "never" and checkpoint.candidates(self.checkpoints, STEP):
             raise CheckpointError(f"{self.checkpoints} must be empty with --resume never, got checkpoints")
@@ -424,7 +431,7 @@ class Trainer:
             "seconds": self.state.seconds,
         }
         self._loss = values["loss"]
-        self._speed = f", {values['tokens_per_second']:,.0f} tokens/s"
+        self._speed = f"{values['tokens_per_second']:,.0f} tokens/s"
         if self.share.device.type == "cuda":
             values["gpu_gib"] = torch.cuda.max_memory_allocated(self.share.device) / 2**30
             self._speed += f", {values['gpu_gib']:.1f} GiB"
@@ -433,17 +440,19 @@ class Trainer:
     def _show(self, also: str = "") -> None:
         """Update the display."""
         if self._is_first:
-            loss = self._loss if self._loss is not None else next(reversed(self.state.losses), float("nan"))
-            says = f"loss {loss:.4f}{self._metric}{self._speed}{also}"
+            # A process that resumes a finished run has seen no loss.
+            loss = self._loss if self._loss is not None else next(reversed(self.state.losses), None)
+            parts = ["" if loss is None else f"loss {loss:.4f}", self._metric, self._speed, also]
+            says = ", ".join(part for part in parts if part)
             steps, best = self.config.training.steps, self.state.best
             self.display.update(self._row, self.state.step, steps, says, loss=loss, best=best)
 
-    def _watched(self, steps: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
+    def _watched(self, split: str, steps: Iterable[T], _: str, total: int | None = None) -> Iterator[T]:
         """Iterate over the batches of an evaluation. A signal ends it, unless other ranks would be left waiting."""
-        for number, each in enumerate(steps):
+        for number, each in enumerate(steps, start=1):
             if self.stop.signal is not None and self.share.ranks == 1:
                 raise Interrupted
-            self._show(f", {description} {number} of {total}")
+            self._show(f"{split} batch {number:,} of {total:,}" if total is not None else f"{split} batch {number:,}")
             yield each
 
     def _should_stop(self) -> bool:

@@ -106,7 +106,10 @@ def check_same_run(found: Checkpoint, now: Mapping[str, Any]) -> None:
     changed = run_differences(before, now)
     if changed:
         listed = "; ".join(f"{key} was {old!r}, is {new!r}" for key, (old, new) in changed.items())
-        raise CheckpointError(f"{found.folder} must come from this configuration, got another: {listed}")
+        raise CheckpointError(
+            f"{found.folder} must come from this configuration, got another: {listed}; a different run needs a folder "
+            f"of its own"
+        )
     if before["corpus"] != now["corpus"]:
         raise CheckpointError(
             f"{found.folder} must come from this corpus, whose fingerprint is {now['corpus'][:12]}..., "

@@ -165,7 +165,8 @@ class Display:
             self._last[row] = now
             begun, first = self._begun[row]
             left = datetime.timedelta(seconds=round((now - begun) / max(done - first, 1) * (total - done)))
-            self.say(f"{self._names[row]}: step {done:,} of {total:,}, {says}, {left} left")
+            parts = (f"{self._names[row]}: step {done:,} of {total:,}", says, f"{left} left")
+            self.say(", ".join(part for part in parts if part))
 
     def saved(self, seconds: float) -> None:
         """Note how long writing a checkpoint took, for displays that must stop a run in time."""

@@ -14,13 +14,14 @@ import torch
 from mgk.commands.processes.launcher import Launcher
 from mgk.commands.sweep import cell_process
 from mgk.commands.sweep.capacity import Capacity
-from mgk.commands.sweep.cell import Cell, changes_since, finished
+from mgk.commands.sweep.cell import Cell, finished, kept
 from mgk.commands.sweep.in_turn import Sweep
 from mgk.commands.sweep.live_table import LiveTable
 from mgk.commands.sweep.mps import MultiProcessService
 from mgk.commands.sweep.progress import Progress
 from mgk.commands.sweep.scheduler import Scheduler
 from mgk.commands.sweep.summary import summarize, write_summary
+from mgk.commands.training import check_folder
 from mgk.data.kind import Progress as Bar
 from mgk.data.kind import no_progress
 from mgk.reproduction import archive as archives
@@ -103,8 +104,11 @@ def run_cells(
     is_on_gpu = device != "cpu" and torch.cuda.is_available()
     if device == "cuda" and not is_on_gpu:
         raise ValueError("--device must be one that is there, got cuda, and torch sees no GPU")
+    check_folder("--results", results)
+    check_folder("the folder of --archive", None if archive is None else archive.parent)
+    check_folder("the folder of --summary", None if summary is None else summary.parent)
     if archive is not None:
-        archives.check_name(archive)
+        archives.check(archive)
     known = [_look_up(cell, device, results, analyze, evaluate) for cell in cells]
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(GracefulStop())
@@ -127,9 +131,11 @@ def run_cells(
         )  # fmt: skip
         with table:
             scheduler.run()
-        left = sum(each.state in ("waiting", "stopped") for each in known)
+        left = [each for each in known if each.state in ("waiting", "stopped")]
         if left:
-            table.say(f"{left} of {len(known)} cells are not done yet: the same command goes on from here")
+            begun_ones = [each.cell.folder for each in left if each.newest_step()]
+            where = f" the checkpoints below {os.path.commonpath(begun_ones)}" if begun_ones else " here"
+            table.say(f"{len(left)} of {len(known)} cells are not done yet: the same command goes on from{where}")
         if archive is not None:
             archives.pack(archive, {name: path for each in _on_disk(known) for name, path in files_of(each).items()})
         if summary is not None:
@@ -165,10 +171,7 @@ def _look_up(cell: Cell, device: str, results: Path | None, analyze: bool, evalu
             if results is not None:
                 copy_run(cell.folder, results)
         elif results is not None:
-            path = results / cell.config.name / f"{cell.config.row}-seed-{cell.config.seed}.json"
-            kept = result.read(path) if path.is_file() else None
-            if kept is not None and not changes_since(kept, cell.config, device):
-                found.result = kept
+            found.result = kept(results, cell.config, device)
         found.state = "waiting" if found.result is None else "done"
     except (ValueError, OSError) as error:
         found.state, found.why = "failed", str(error)

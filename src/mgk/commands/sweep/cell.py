@@ -11,6 +11,7 @@ import torch
 
 import mgk.recipes
 from mgk.commands.training import default_run, train_command
+from mgk.reproduction.filing import folders_of
 from mgk.reproduction.recipe import home
 from mgk.training import result
 from mgk.training.agreement import record_of, run_differences
@@ -82,6 +83,18 @@ def finished(folder: Path, config: RunConfig, device: str) -> dict[str, Any] | N
             f"{folder} must hold a run of this configuration, got one that differs in {', '.join(sorted(changed))}"
         )
     return found
+
+
+def kept(results: Path, config: RunConfig, device: str) -> dict[str, Any] | None:
+    """Return the result of a cell from the folder of results, wherever it is filed there, or ``None``."""
+    for folder in folders_of(config.name):
+        path = results / folder / f"{config.row}-seed-{config.seed}.json"
+        found = result.read(path) if path.is_file() else None
+        if found is None or config.name not in (found["recipe"], found.get("ran_as")):
+            continue
+        if not changes_since(found, config, device):
+            return found
+    return None
 
 
 def changes_since(found: dict[str, Any], config: RunConfig, device: str) -> set[str]:

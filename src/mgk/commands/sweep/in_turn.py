@@ -12,8 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 import mgk.recipes
-from mgk.commands.sweep.cell import cells_of, finished
-from mgk.commands.training import run, show_metric, write_copy
+from mgk.commands.sweep.cell import cells_of, finished, kept
+from mgk.commands.training import check_folder, run, show_metric, write_copy
+from mgk.data.full_table import full_table
 
 
 @dataclass
@@ -51,22 +52,25 @@ def run_sweep(
         folder: folder for the runs, each in ``RECIPE/ROW/seed-N``.
         source: folder of the raw files.
         device: ``cpu``, ``cuda`` or ``auto``.
-        results: folder for a copy of every result.
+        results: folder for a copy of every result; a cell with a result there counts as done.
         say: called with a message before each cell.
     """
+    check_folder("--results", results)
     cells = cells_of(name, rows, seeds, changes, folder)
     sweep = Sweep(cells[0].config.name, cells[0].config.validation.metric)
     for number, cell in enumerate(cells, start=1):
         title, config, place = cell.title, cell.config, cell.folder
         try:
             found = finished(place, config, device)
+            if found is not None and results is not None:
+                write_copy(results, found)
+            elif results is not None:
+                found = kept(results, config, device)
             say(f"[{number}/{len(cells)}] {title}: {'done before' if found else place}")
             if found is None:
                 found = run(
                     config, place, source=source, resume="auto", device=device, results=results, command=cell.command
                 )
-            elif results is not None:
-                write_copy(results, found)
             sweep.results.setdefault(config.row, []).append(found)
         except (ValueError, OSError, RuntimeError) as error:
             sweep.failed[title] = str(error)
@@ -77,7 +81,9 @@ def run_sweep(
 def table_of(sweep: Sweep) -> Table:
     """Return a table with the mean and standard error over the seeds of each row, next to the paper's number."""
     metric = sweep.metric
-    table = Table("row", f"test {metric}", "standard error", "seeds", "the paper", "parameters", title=sweep.recipe)
+    table = full_table(
+        "row", f"test {metric}", "standard error", "seeds", "the paper", "parameters", title=sweep.recipe
+    )
     for row, found in sweep.results.items():
         values = [each["metrics"]["test"][metric] for each in found]
         mean, error = mean_and_error(values)

@@ -159,7 +159,8 @@ class Scheduler:
             running = self.running
             if running:
                 why = "time is up" if self.stop.signal is None else f"signal {self.stop.signal}"
-                self.view.say(f"{why}: {len(running)} cells save and stop")
+                what = "1 cell saves and stops" if len(running) == 1 else f"{len(running)} cells save and stop"
+                self.view.say(f"{why}: {what}")
             for each in running:
                 assert each.child is not None
                 each.child.send(signal.SIGTERM)
