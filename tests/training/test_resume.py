@@ -360,3 +360,15 @@ def test_every_model_of_a_process_is_compiled(corpus, tmp_path, monkeypatch):
         torch._dynamo.utils.counters.clear()
         take_steps(trainer, 1)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, f"model {number} was not compiled"
+
+
+def test_validation_compiles_nothing(corpus, tmp_path, monkeypatch):
+    """Its batches have many widths and no gradients: each would be a version of its own."""
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_module(self, backend="eager"))
+    trainer = make_trainer(make_config(training={"compile": True}), tmp_path, corpus)
+    torch._dynamo.utils.counters.clear()
+    trainer.validate()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
+    take_steps(trainer, 1)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0

@@ -42,7 +42,7 @@ from mgk.training.loss_scale import LossScale
 from mgk.training.schedule import rates
 from mgk.training.signals import GracefulStop
 from mgk.training.state import Report, State
-from mgk.training.task import Share, Task, build_task, choose_precision
+from mgk.training.task import Share, Task, build_task, choose_precision, uncompiled
 from mgk.training.tracking import Curves, Display
 
 T = TypeVar("T")
@@ -179,7 +179,10 @@ class Trainer:
 
     def test(self, split: str) -> tuple[dict[str, float], dict[str, Any] | None]:
         """Return the metrics of a split, and which of its items were right, if the task has such items."""
-        found = self.task.test(self.model, split, self.share, functools.partial(self._watched, split))
+        # Compiled, it would need a second graph, without gradients and for many widths. On a GPU that takes longer to
+        # compile than all validations of a short run take without it.
+        with uncompiled(self.model):
+            found = self.task.test(self.model, split, self.share, functools.partial(self._watched, split))
         self._show()
         return found
 

@@ -401,13 +401,12 @@ class Translation(CommonTask):
             "count": float(metrics.tokens),
         }
         if self.config.validation.metric == "bleu":
-            # As fairseq does during training. Not compiled: every length would be one more version.
-            with uncompiled(model):
-                said = bleu.translate(
-                    model, self.corpus, split, max_length_ratio=1.2, max_length_offset=10,
-                    max_tokens=self._largest(split, share), device=share.device, precision=share.precision,
-                    rank=share.rank, ranks=share.ranks, progress=progress,
-                )  # fmt: skip
+            # As fairseq does during training.
+            said = bleu.translate(
+                model, self.corpus, split, max_length_ratio=1.2, max_length_offset=10,
+                max_tokens=self._largest(split, share), device=share.device, precision=share.precision,
+                rank=share.rank, ranks=share.ranks, progress=progress,
+            )  # fmt: skip
             wanted = bleu.references(self.corpus, split)
             found["bleu"] = bleu.score(said, wanted, tokenised=bleu.is_tokenised(self.corpus)).bleu
         return found
