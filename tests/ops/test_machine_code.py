@@ -154,7 +154,7 @@ def test_a_renamed_argument_is_no_difference_and_an_instruction_is(benchmarks, t
     for name, text in texts.items():
         (tmp_path / f"sums_{name}.py").write_text(text)
         kernel = importlib.import_module(f"sums_{name}").attention_delta
-        one = launched_kernels.specialise(kernel, arguments, (1, False, False, False, 128, 32), tuning.Tile(0, 0, 2, 1))
+        one = launched_kernels.specialise(kernel, arguments, (128, 32), tuning.Tile(0, 0, 2, 1))
         found[name] = machine_code.instructions_of(machine_code.disassembled(one.compile().asm["cubin"]))
     assert len(found["as_it_is"]) > 100
     assert found["renamed"] == found["as_it_is"]

@@ -77,8 +77,8 @@ def make(kind, queries=70, dim=32, **changes):
     return tensors, Options(0.3, inputs.get("similarity") != "dot", True, inputs.get("assignment") == "hard")
 
 
-def forward(tensors, options, run=operator.run_forward):
-    return run(tensors, options)
+def forward(tensors, options):
+    return operator.run_forward(*tensors, *options)
 
 
 def backward(results, tensors, options, grad, run=operator.run_backward):
@@ -184,7 +184,7 @@ def test_replayed_is_anew(kind, beside, dim, log, held):
     known = inputs | named(results)
     again = in_names(replayed, known)
     log.clear()
-    anew_results = forward(second, options, passes.forward_pass)
+    anew_results = passes.forward_pass(second, options)
     assert again == in_names(log, inputs | named(anew_results))
     assert len(log) == {"nothing": 3, "one mask": 4, "two masks and dropout": 5}[beside]
 
@@ -269,7 +269,7 @@ def test_a_prior_of_each_sample_has_recordings_of_its_own(kind, log, held):
     given = [tensor for tensor in tensors if tensor is not None]
     again = in_names(with_tensors(log, [*held, *given]), named(tensors) | named(results))
     log.clear()
-    anew = forward(tensors, options, passes.forward_pass)
+    anew = passes.forward_pass(tensors, options)
     assert again == in_names(log, named(tensors) | named(anew))
     assert any(("log_prior", 0) in arguments for _, _, arguments in again)
 
@@ -288,7 +288,7 @@ def test_what_hardly_comes_again_is_thought_through(other, log):
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operator, "forward_pass", lambda *inputs: seen.append(inputs))
-        operator.run_forward(tensors._replace(**{other: torch.ones(1)}), options)
+        forward(tensors._replace(**{other: torch.ones(1)}), options)
     assert len(seen) == 1
     assert not replay._recordings
 

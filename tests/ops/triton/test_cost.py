@@ -78,11 +78,10 @@ def test_padding_is_not_repaired(kind, device, monkeypatch):
 
     left, launch = [], passes.launch
 
-    def look_and_launch(kernel, programs, arguments, *rest):
+    def look_and_launch(kernel, programs, values, *rest):
         if kernel is repair.attention_repair:
-            normaliser = arguments[kernel.arg_names.index("p_normaliser")]
-            left.append(int(normaliser.isnan().sum()))
-        return launch(kernel, programs, arguments, *rest)
+            left.append(int(values["p_normaliser"].isnan().sum()))
+        return launch(kernel, programs, values, *rest)
 
     monkeypatch.setattr(passes, "launch", look_and_launch)
     length = 3 * PADDED_BLOCK

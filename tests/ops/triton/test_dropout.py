@@ -167,7 +167,7 @@ def random_numbers(device, **sizes):
     seed = torch.tensor([3], device=device)
     tensors = Tensors(inputs["query"], inputs["key"], inputs["value"], seed=seed)
     call = Call(tensors, Options(1.0, True, dropout_p=DROPOUT))
-    rows, columns = call.masks.row_random, call.masks.column_random
+    rows, columns = call.values["p_row_random"], call.values["p_column_random"]
     return rows.view(-1, call.padded_queries), columns.view(-1, call.padded_keys // 2)
 
 

@@ -195,7 +195,8 @@ def test_ranges_of_masks(device):
     tensors = Tensors(inputs["query"], inputs["key"][:, :, None], inputs["value"], inputs["shift"])
     expected = [[0, 7], [3, length], [length // 2, length], [0, 0], [0, length]]
     for key_mask, query_mask in ((masks, None), (None, masks.T.contiguous().T)):
-        masks = Call(tensors._replace(key_mask=key_mask, query_mask=query_mask), Options(1.0, True)).masks
-        found = (masks.key_range, masks.query_range) if query_mask is None else (masks.query_range, masks.key_range)
+        values = Call(tensors._replace(key_mask=key_mask, query_mask=query_mask), Options(1.0, True)).values
+        names = ("p_key_range", "p_query_range") if query_mask is None else ("p_query_range", "p_key_range")
+        found = [values[name] for name in names]
         assert found[0].tolist() == expected
         assert found[1].tolist() == [[0, length]] * 5

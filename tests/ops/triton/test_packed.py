@@ -131,9 +131,13 @@ def test_a_move_is_the_gradient_of_the_other(device):
     layout = placement._lay_out(boundaries((5, 0, 40), device), 45)
     tokens = torch.randn(45, 2, 3, device=device, requires_grad=True)
     weights = torch.randn(len(layout.blocks) * call.PADDING, 2, 3, device=device, requires_grad=True)
+    move = torch.ops.mgk.move_tokens
     for place, take in (
         (movement.to_places, movement.to_tokens),
-        (torch.ops.mgk.place_tokens, torch.ops.mgk.take_tokens),
+        (
+            lambda tokens, blocks: move(tokens, blocks, len(blocks) * call.PADDING, True),
+            lambda places, blocks, length: move(places, blocks, length, False),
+        ),
     ):
         (grad,) = torch.autograd.grad((place(tokens, layout.blocks) * weights).sum(), tokens, create_graph=True)
         assert torch.equal(grad, movement.to_tokens(weights, layout.blocks, 45))
@@ -143,11 +147,8 @@ def test_a_move_is_the_gradient_of_the_other(device):
         (grad,) = torch.autograd.grad((taken * tokens.detach()).sum(), weights)
         assert torch.equal(grad, movement.to_places(tokens.detach(), layout.blocks))
     assert not movement.to_places(torch.full_like(tokens, torch.nan), layout.blocks)[5:32].any()
-    for operation, arguments in (
-        (torch.ops.mgk.place_tokens, (tokens, layout.blocks)),
-        (torch.ops.mgk.take_tokens, (weights, layout.blocks, 45)),
-    ):
-        torch.library.opcheck(operation, arguments)
+    for arguments in ((tokens, layout.blocks, len(weights), True), (weights, layout.blocks, 45, False)):
+        torch.library.opcheck(move, arguments)
 
 
 @pytest.mark.parametrize("lengths", [(0,), (3, 0), (0, 3), (1, 1, 1, 1), (16, 16), (15, 17, 0, 32)], ids=str)

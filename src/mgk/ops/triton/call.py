@@ -13,7 +13,7 @@ from mgk.ops.triton import tuning
 from mgk.ops.triton.inputs import Options, Tensors
 from mgk.ops.triton.kernels import preparation
 from mgk.ops.triton.launch import launch
-from mgk.ops.triton.layout import aligned, block_width, count_blocks, strides_of_rows
+from mgk.ops.triton.layout import aligned, block_width, by_name, count_blocks
 from mgk.ops.triton.tile_table import Kernel, Tile
 
 T = TypeVar("T")
@@ -28,24 +28,15 @@ ONE_WARP, SMALL, FOUR_WARPS = Tile(0, 0, 1, 1), Tile(0, 0, 2, 1), Tile(0, 0, 4, 
 MOST_BLOCKS_TOGETHER = 4
 
 
-class Limits(NamedTuple):
-    """What a row of the fast path may hold in a number format before it is attended again exactly."""
-
-    ratio: float
-    """log2 of how far two components may lie apart"""
-    lowest_sum: float
-    """the least sum of weights whose digits are all there"""
-    highest_sum: float
-    """the largest sum of weights that cannot have overflowed"""
-    margin: float
-    """log2 of the room above the first block's largest weight"""
-
-
-# fp16 weights overflow at 2^16 and lose digits below 2^-14; the others have the exponents of fp32.
+# What a row of the fast path may hold in a number format before it is attended again exactly: log2 of how far two
+# components may lie apart, the least sum of weights whose digits are all there, the largest that cannot have
+# overflowed, and log2 of the room above the first block's largest weight. fp16 weights overflow at 2^16 and lose digits
+# below 2^-14; the others have the exponents of fp32.
+_WIDE_RANGE = {"largest_ratio": 40.0, "lowest_sum": 2.0**-60, "highest_sum": 2.0**60, "margin": 0.0}
 LIMITS = {
-    torch.float32: Limits(40.0, 2.0**-60, 2.0**60, 0.0),
-    torch.bfloat16: Limits(40.0, 2.0**-60, 2.0**60, 0.0),
-    torch.float16: Limits(14.0, 2.0**-8, 2.0**15, 4.0),
+    torch.float32: _WIDE_RANGE,
+    torch.bfloat16: _WIDE_RANGE,
+    torch.float16: {"largest_ratio": 14.0, "lowest_sum": 2.0**-8, "highest_sum": 2.0**15, "margin": 4.0},
 }
 # log2 of the largest level that columns may hold without losing digits that count.
 LARGEST_LEVELS = {torch.float32: 64.0, torch.bfloat16: 4096.0, torch.float16: 0.0}
@@ -75,32 +66,7 @@ class Terms(NamedTuple, Generic[T]):
     """``[B, Hkv]``: the logit that takes the place of the row maximum"""
 
 
-class Masks(NamedTuple):
-    """Which pairs count, in the order in which kernels take it."""
-
-    attn_mask: Tensor | None
-    """bool, read pair by pair"""
-    key_range: Tensor | None
-    """int32 ``[B, 2]``: the first valid key and one past the last"""
-    query_range: Tensor | None
-    """the same for queries"""
-    spans: Tensor | None
-    """of the tokens that a kernel gives to programs: see :class:`~mgk.ops.triton.inputs.Tensors`"""
-    row_random: Tensor | None
-    """int32 ``[B, H, padded Nq]``: a random number of each query"""
-    column_random: Tensor | None
-    """int32 ``[B, Hkv, padded Nk / 2]``: one of two keys"""
-
-
-class Sizes(NamedTuple):
-    """How many heads and tokens there are, in the order in which kernels take it."""
-
-    heads: int
-    group_size: int
-    queries: int
-    keys: int
-    padded_queries: int
-    padded_keys: int
+NAMES_OF_TERMS = [f"p_{name}" for name in Terms._fields]
 
 
 class TermsLayout:
@@ -156,6 +122,8 @@ class Call(TermsLayout):
         options: as they came.
         buffer: the terms that a forward pass has made.
         leaves_rows: whether the kernel that follows makes the rows of two shifted keys itself.
+
+    ``values`` are arguments and constants of kernels by name. A pass adds its own, and a kernel takes those it names.
     """
 
     def __init__(
@@ -165,65 +133,43 @@ class Call(TermsLayout):
         self.query, self.key = aligned(tensors.query), aligned(tensors.key.flatten(1, 2))
         self.value, self.value_width = aligned(tensors.value), tensors.value.shape[-1]
         self.dtype, self.device = self.query.dtype, self.query.device
-        self.limits, self.scale, self.natural_scale = LIMITS[self.dtype], options.scale * LOG2_E, options.scale
-        variance = tensors.inverse_variance
-        self.inverse_variance = None if variance is None else (variance.float() * LOG2_E).contiguous()
-        self.shift = None if tensors.shift is None else tensors.shift.float().contiguous()
+        self.shift, self.inverse_variance = parameters_of(tensors)
         self.log_prior, self.key_spans = tensors.log_prior, tensors.key_spans
+        self.group_size, self.is_causal = self.heads // self.kv_heads, options.is_causal
         self.key_mask, self.query_mask = (
             None if mask is None else mask.contiguous() for mask in (tensors.key_mask, tensors.query_mask)
         )
-        self.sizes = Sizes(
-            self.heads, self.heads // self.kv_heads, self.queries, self.keys, self.padded_queries, self.padded_keys
-        )
-        self.masks, self.mask_strides = self._prepare_masks(tensors)
-        # Fifteen bits of a random number are compared, and the sixteen below them left; the last of the fifteen is
-        # always set in even columns.
-        dropped = round(options.dropout_p * 2**14)
-        self.threshold, self.keep_probability = dropped << 17, 1.0 - dropped / 2**14
-        self.keep_scale = 1.0 / self.keep_probability
-        self.constants: dict[str, Any] = {
-            "M": self.components,
-            "SHARED_KEY": self.shift is not None or self.components == 1,
-            "HARD": self.hard,
-            "GAUSSIAN": self.gaussian,
-            "HAS_SHIFT": self.shift is not None,
-            "HAS_PRIOR": self.log_prior is not None,
-            "PRIOR_BY_SAMPLE": self.log_prior is not None and self.log_prior.ndim == 4,
-            "HAS_NORM": self.has_norm,
-            "TWO_SHIFTS": self.two_shifts,
-            "TWO_KEYS": self.two_keys,
-            "UNFACTORED": False,
-            "HAS_ROW": self.has_row,
-            "HAS_COLUMN": self.has_column,
-            "HAS_ORIGIN": self.has_origin,
-            "HAS_LEVEL": self.has_level,
-            "FROM_BIAS": self.from_bias,
-            "ONE_VARIANCE": self.inverse_variance is None,
-            "CAUSAL": options.is_causal,
-            "HAS_MASK": self.masks.attn_mask is not None,
-            "HAS_KEY_MASK": self.key_mask is not None,
-            "HAS_QUERY_MASK": self.query_mask is not None,
-            "HAS_RANGE": self.masks.key_range is not None,
-            "PACKED": self.masks.spans is not None,
-            "DROPOUT": self.masks.row_random is not None,
-            "INPUT_PRECISION": "ieee",
-            "D": self.block_d,
-            "DV": block_width(self.value_width),
-        }
         lengths = self.lengths()
         self.buffer = self.new(sum(lengths)) if buffer is None else buffer
         self.terms: Terms[Tensor | None] = Terms(
             *[part if part.numel() else None for part in self.buffer.split(lengths)]
         )
+        # Fifteen bits of a random number are compared, and the sixteen below them left; the last of the fifteen is
+        # always set in even columns.
+        dropped = round(options.dropout_p * 2**14)
+        keep_probability = 1.0 - dropped / 2**14
+        self.values: dict[str, Any] = {
+            **dict(zip(NAMES_OF_TERMS, self.terms, strict=True)),
+            **self._masks(tensors),
+            **LIMITS[self.dtype],
+            "p_shift": self.shift, "p_inverse_variance": self.inverse_variance, "scale": options.scale * LOG2_E,
+            "natural_scale": options.scale, "threshold": dropped << 17, "keep_probability": keep_probability,
+            "keep_scale": 1.0 / keep_probability,
+            "num_heads": self.heads, "group_size": self.group_size, "num_queries": self.queries,
+            "num_keys": self.keys, "padded_queries": self.padded_queries, "padded_keys": self.padded_keys,
+            "width": self.width, "value_width": self.value_width,
+            "M": self.components, "SHARED_KEY": self.shift is not None or self.components == 1, "HARD": self.hard,
+            "GAUSSIAN": self.gaussian, "TWO_SHIFTS": self.two_shifts, "TWO_KEYS": self.two_keys, "UNFACTORED": False,
+            "CAUSAL": options.is_causal, "D": self.block_d, "DV": block_width(self.value_width),
+        }  # fmt: skip
         if buffer is None and (self.has_row or self.has_column):
             self._prepare_terms(makes_rows=self.has_row and not (leaves_rows and self.two_shifts))
 
     def new(self, *shape: int) -> Tensor:
         return self.query.new_empty(shape, dtype=torch.float32)
 
-    def _prepare_masks(self, tensors: Tensors) -> tuple[Masks, tuple[int, ...]]:
-        """With the masks, strides of the attention mask and how many tokens have a span."""
+    def _masks(self, tensors: Tensors) -> dict[str, Any]:
+        """Which pairs count. An axis of the attention mask that has length one stands for all: its stride is 0."""
         key_range = query_range = row_random = column_random = None
         # Packed sequences have spans instead, each its own.
         if tensors.query_spans is None and (self.key_mask is not None or self.query_mask is not None):
@@ -233,13 +179,17 @@ class Call(TermsLayout):
         mask, strides = tensors.attn_mask, [0, 0, 0, 0]
         if mask is not None:
             strides = [0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]
-        masks = Masks(mask, key_range, query_range, tensors.query_spans, row_random, column_random)
-        return masks, (*strides, self.padding)
+        return {
+            "p_mask": mask, "p_key_range": key_range, "p_query_range": query_range, "p_spans": tensors.query_spans,
+            "p_row_random": row_random, "p_column_random": column_random, "stride_mask_batch": strides[0],
+            "stride_mask_head": strides[1], "stride_mask_row": strides[2], "stride_mask_column": strides[3],
+            "rows_per_span": self.padding,
+        }  # fmt: skip
 
     def _prepare_terms(self, makes_rows: bool) -> None:
         if self.terms.unfactored is not None:
             self.terms.unfactored.zero_()
-        terms, rows = self.terms, rows_of_terms(self.block_d * (1 if self.constants["SHARED_KEY"] else self.components))
+        rows = rows_of_terms(self.block_d * (self.key.shape[1] // self.kv_heads))
         row_blocks = self.padded_queries // rows if makes_rows else 0
         column_blocks = self.padded_keys // rows if self.has_column else 0
         total = self.batch * (self.heads * row_blocks + self.kv_heads * column_blocks)
@@ -248,45 +198,34 @@ class Call(TermsLayout):
         together = max(1, min(total // enough, MOST_BLOCKS_TOGETHER if self.shift is not None else 1))
         row_programs = self.batch * self.heads * count_blocks(row_blocks, together)
         column_programs = self.batch * self.kv_heads * count_blocks(column_blocks, together)
-        prior, prior_strides = prior_and_strides(self.log_prior)
-        launch(
-            preparation.logit_terms,
-            row_programs + column_programs,
-            (
-                self.query, self.key, self.shift, prior, self.inverse_variance, terms.origin, self.key_mask,
-                self.masks.query_range, self.masks.key_range, terms.row, terms.row_second, terms.column,
-                terms.column_second, terms.unscaled, terms.unfactored, terms.level, *strides_of_rows(self.query),
-                *strides_of_rows(self.key), *prior_strides, self.scale, self.limits.ratio, LARGEST_LEVELS[self.dtype],
-                *self.sizes, row_programs, together, self.width,
-            ),
-            {
-                **self.constants,
-                "HAS_ROW": makes_rows,
-                "DEPENDENT_LAUNCH": self.has_level and self.tile("forward").specialised,
-                "BLOCK": rows,
-            },
-            ONE_WARP,
-        )  # fmt: skip
+        values = {
+            **self.values, **by_name("query", self.query), **by_name("key", self.key), **prior_by_name(self.log_prior),
+            "p_key_mask": self.key_mask, "largest_level": LARGEST_LEVELS[self.dtype],
+            "num_row_programs": row_programs, "blocks_together": together, "HAS_ROW": makes_rows,
+            "DEPENDENT_LAUNCH": self.has_level and self.tile("forward").specialised, "BLOCK": rows,
+        }  # fmt: skip
+        launch(preparation.logit_terms, row_programs + column_programs, values, ONE_WARP)
 
     def _random_numbers(self, seed: Tensor) -> tuple[Tensor, Tensor]:
         rows = torch.empty(self.batch * self.heads * self.padded_queries, dtype=torch.int32, device=self.device)
         columns = torch.empty(self.batch * self.kv_heads * self.padded_keys // 2, dtype=torch.int32, device=self.device)
         row_programs, column_programs = count_blocks(rows.numel(), BLOCK), count_blocks(columns.numel(), BLOCK)
-        arguments = (
-            seed, rows, columns, row_programs, rows.numel(), columns.numel(), self.padded_queries, self.padded_keys,
-        )  # fmt: skip
-        launch(preparation.random_numbers, row_programs + column_programs, arguments, {"BLOCK": BLOCK}, SMALL)
+        values = {
+            "p_seed": seed, "p_row_random": rows, "p_column_random": columns, "num_row_programs": row_programs,
+            "num_rows": rows.numel(), "num_columns": columns.numel(), "padded_queries": self.padded_queries,
+            "padded_keys": self.padded_keys, "BLOCK": BLOCK,
+        }  # fmt: skip
+        launch(preparation.random_numbers, row_programs + column_programs, values, SMALL)
         return rows, columns
 
     def _valid_ranges(self) -> tuple[Tensor, Tensor]:
         ranges = torch.empty(2, self.batch, 2, dtype=torch.int32, device=self.device)
-        constants = {
-            "HAS_KEY_MASK": self.key_mask is not None,
-            "HAS_QUERY_MASK": self.query_mask is not None,
+        values = {
+            "p_key_mask": self.key_mask, "p_query_mask": self.query_mask, "p_ranges": ranges, "num_keys": self.keys,
+            "num_queries": self.queries, "num_samples": self.batch,
             "BLOCK": 64 if tuning.is_interpreted() else 4 * BLOCK,
-        }
-        arguments = (self.key_mask, self.query_mask, ranges, self.keys, self.queries, self.batch)
-        launch(preparation.valid_ranges, 2 * self.batch, arguments, constants, FOUR_WARPS)
+        }  # fmt: skip
+        launch(preparation.valid_ranges, 2 * self.batch, values, FOUR_WARPS)
         return ranges[0], ranges[1]
 
     def tile(self, name: str, run: Callable[[Tile], object] | None = None) -> Tile:
@@ -304,7 +243,7 @@ class Call(TermsLayout):
         else:
             kind = "one" if self.components == 1 else "many"
         return Kernel(
-            name, width, self.dtype.itemsize, kind, self.constants["CAUSAL"], self.constants["HAS_MASK"],
+            name, width, self.dtype.itemsize, kind, self.is_causal, self.values["p_mask"] is not None,
             self.has_level, self.fits_specialised_forward,
         )  # fmt: skip
 
@@ -312,13 +251,13 @@ class Call(TermsLayout):
     def fits_specialised_forward(self) -> bool:
         """Whether the kernel with warp specialisation can do the forward pass: it knows no masks, no dropout, no
         queries before the first key, one width for keys and values, and no bias but the level's columns."""
-        constants = self.constants
         has_bias = self.has_row or self.has_column
+        masks = ("p_mask", "p_key_range", "p_spans", "p_row_random")
         return (
             self.keys > 0
-            and constants["D"] == constants["DV"]
-            and not (constants["HAS_MASK"] or constants["HAS_RANGE"] or constants["PACKED"] or constants["DROPOUT"])
-            and not (constants["CAUSAL"] and self.keys < self.queries)
+            and self.block_d == block_width(self.value_width)
+            and all(self.values[name] is None for name in masks)
+            and not (self.is_causal and self.keys < self.queries)
             and (self.has_level or (self.components == 1 and self.inverse_variance is None and not has_bias))
         )
 
@@ -342,14 +281,27 @@ def power_of_two(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
-def prior_and_strides(log_prior: Tensor | None) -> tuple[Tensor | None, tuple[int, int, int]]:
+def parameters_of(tensors: Tensors) -> tuple[Tensor | None, Tensor | None]:
+    """Shifts, and inverse variances in units of log 2, as kernels read them."""
+    shift, variance = tensors.shift, tensors.inverse_variance
+    return (
+        None if shift is None else shift.float().contiguous(),
+        None if variance is None else (variance.float() * LOG2_E).contiguous(),
+    )
+
+
+def prior_by_name(log_prior: Tensor | None) -> dict[str, Any]:
     """The prior as kernels read it, ``[Hkv, M, Nk or 1]`` or ``[B * Hkv, M, Nk]``, and how far heads, components and
     keys lie apart. A prior of each sample is copied if its heads do not follow each other at one distance."""
-    if log_prior is None:
-        return None, (0, 0, 0)
-    prior = log_prior.flatten(0, 1) if log_prior.ndim == 4 else log_prior
-    by_head, by_component, by_key = prior.stride()
-    return prior, (by_head, by_component, 0 if is_prior_by_head(log_prior) else by_key)
+    prior, strides, by_key = log_prior, [0, 0, 0], False
+    if log_prior is not None:
+        prior = log_prior.flatten(0, 1) if log_prior.ndim == 4 else log_prior
+        strides, by_key = list(prior.stride()), not is_prior_by_head(log_prior)
+    return {
+        "p_prior": prior, "stride_prior_head": strides[0], "stride_prior_component": strides[1],
+        "stride_prior_token": strides[2] if by_key else 0, "PRIOR_BY_KEY": by_key,
+        "PRIOR_BY_SAMPLE": log_prior is not None and log_prior.ndim == 4,
+    }  # fmt: skip
 
 
 def is_prior_by_head(log_prior: Tensor) -> bool:

@@ -10,11 +10,11 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mgk.ops.problem import MixtureProblem
 from mgk.ops.triton import tuning
-from mgk.ops.triton.call import LOG2_E, SMALL, is_prior_by_head, prior_and_strides
+from mgk.ops.triton.call import LOG2_E, SMALL, parameters_of, prior_by_name
 from mgk.ops.triton.inputs import SCHEMA, Options, Tensors, inputs_of, named
 from mgk.ops.triton.kernels import decode
 from mgk.ops.triton.launch import launch
-from mgk.ops.triton.layout import aligned, block_width, count_blocks, descriptor, on_device, strides_of_rows
+from mgk.ops.triton.layout import aligned, block_width, by_name, count_blocks, descriptor, on_device
 from mgk.ops.triton.operator import flops_of, is_unwatched
 from mgk.ops.triton.tile_table import Tile
 
@@ -90,60 +90,41 @@ def _split(tensors: Tensors) -> Split:
 
 def run(tensors: Tensors, options: Options) -> Tensor:
     """Attention of a few queries, ``[B, H, Nq, Dv]``, without a gradient."""
-    split, shift, log_prior, key_mask = _split(tensors), tensors.shift, tensors.log_prior, tensors.key_mask
+    split, key_mask = _split(tensors), tensors.key_mask
     batch, heads, queries, width = tensors.query.shape
     kv_heads, keys, value_width = tensors.key.shape[1], tensors.key.shape[3], tensors.value.shape[-1]
-    components = tensors.key.shape[2] if shift is None else shift.shape[1]
-    group_size = heads // kv_heads
-    rows, block_v = group_size * queries, block_width(value_width)
+    group_size, block_v = heads // kv_heads, block_width(value_width)
+    rows = group_size * queries
     with on_device(tensors.query):
         # As a rule a cache is aligned: what is not must be copied.
         query, key, value = aligned(tensors.query), aligned(tensors.key), aligned(tensors.value)
+        shift, inverse_variance = parameters_of(tensors)
+        components = key.shape[2] if shift is None else shift.shape[1]
         partial_sums = query.new_empty(batch * kv_heads, split.programs, rows, block_v, dtype=torch.float32)
         maximum = query.new_empty(batch * kv_heads, split.programs, rows, dtype=torch.float32)
         sums = torch.empty_like(maximum)
         out = query.new_empty(batch, heads, queries, value_width)
-        prior, prior_strides = prior_and_strides(log_prior)
-        variance = tensors.inverse_variance
-        launch(
-            decode.decode_split,
-            batch * kv_heads * split.programs,
-            (
-                descriptor(key, split.tile.columns), descriptor(value, split.tile.columns), query, key, value,
-                None if shift is None else shift.float().contiguous(), prior,
-                None if variance is None else (variance.float() * LOG2_E).contiguous(), key_mask, partial_sums,
-                maximum, sums, *strides_of_rows(query), *strides_of_rows(key), *strides_of_rows(value),
-                *prior_strides, *((0, 0) if key_mask is None else key_mask.stride()), options.scale * LOG2_E, heads,
-                group_size, queries, keys, split.keys, split.programs, width, value_width,
-            ),
-            {
-                "M": components,
-                "SHARED_KEY": shift is not None or components == 1,
-                "HARD": options.hard,
-                "GAUSSIAN": options.gaussian,
-                "ONE_VARIANCE": variance is None,
-                "HAS_SHIFT": shift is not None,
-                "HAS_PRIOR": log_prior is not None,
-                "PRIOR_BY_KEY": log_prior is not None and not is_prior_by_head(log_prior),
-                "PRIOR_BY_SAMPLE": log_prior is not None and log_prior.ndim == 4,
-                "HAS_KEY_MASK": key_mask is not None,
-                "CAUSAL": options.is_causal and queries > 1,
-                "INPUT_PRECISION": "ieee",
-                # With the halves of the shifts, which are rows as well.
-                "ROWS": block_width(rows + (2 * components if shift is not None and options.gaussian else 0)),
-                "BLOCK_J": split.tile.columns,
-                "D": block_width(width),
-                "DV": block_v,
-            },
-            split.tile,
-        )  # fmt: skip
-        launch(
-            decode.decode_merge,
-            batch * kv_heads * rows,
-            (partial_sums, maximum, sums, out, split.programs, rows, value_width),
-            {"SPLITS": max(2, 1 << (split.programs - 1).bit_length()), "DV": block_v},
-            SMALL,
-        )
+        # With the halves of the shifts, which are rows as well.
+        block_rows = block_width(rows + (2 * components if shift is not None and options.gaussian else 0))
+        mask_strides = (0, 0) if key_mask is None else key_mask.stride()
+        partial = {
+            "p_partial": partial_sums, "p_maximum": maximum, "p_sum": sums, "num_splits": split.programs,
+            "value_width": value_width, "DV": block_v,
+        }  # fmt: skip
+        values = {
+            **partial, **by_name("query", query), **by_name("key", key), **by_name("value", value),
+            **prior_by_name(tensors.log_prior), "d_key": descriptor(key, split.tile.columns),
+            "d_value": descriptor(value, split.tile.columns), "p_shift": shift, "p_inverse_variance": inverse_variance,
+            "p_key_mask": key_mask, "stride_mask_batch": mask_strides[0], "stride_mask_key": mask_strides[1],
+            "scale": options.scale * LOG2_E, "num_heads": heads, "group_size": group_size, "num_queries": queries,
+            "num_keys": keys, "keys_per_split": split.keys, "width": width, "M": components,
+            "SHARED_KEY": shift is not None or components == 1, "HARD": options.hard, "GAUSSIAN": options.gaussian,
+            "CAUSAL": options.is_causal and queries > 1, "ROWS": block_rows, "BLOCK_J": split.tile.columns,
+            "D": block_width(width),
+        }  # fmt: skip
+        launch(decode.decode_split, batch * kv_heads * split.programs, values, split.tile)
+        merged = {**partial, "p_out": out, "num_rows": rows, "SPLITS": max(2, 1 << (split.programs - 1).bit_length())}
+        launch(decode.decode_merge, batch * kv_heads * rows, merged, SMALL)
     return out
 
 

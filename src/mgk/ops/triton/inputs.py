@@ -79,11 +79,15 @@ class Gradients(NamedTuple):
     inverse_variance: Tensor
 
 
-_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool"}
-SCHEMA = ", ".join(
-    f"{_TYPES[kind]} {name}" for bundle in (Tensors, Options) for name, kind in get_type_hints(bundle).items()
-)
-"""The arguments of a torch operation that takes ``*tensors, *options``."""
+_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool", str: "str"}
+
+
+def schema_of(*bundles: type) -> str:
+    """The arguments of a torch operation that takes the values of these bundles one after the other."""
+    return ", ".join(f"{_TYPES[kind]} {name}" for bundle in bundles for name, kind in get_type_hints(bundle).items())
+
+
+SCHEMA = schema_of(Tensors, Options)
 
 
 def named(values: Sequence[Any]) -> tuple[Tensors, Options]:

@@ -8,8 +8,9 @@ own, no coarser than Triton's, and the compiled version is started directly.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import triton
@@ -21,9 +22,11 @@ hooks = triton.knobs.runtime
 # How a compiled version is started is no public matter: with a Triton that we have not seen, Triton starts it.
 KNOWN_VERSIONS = ((3, 4), (3, 9))
 IS_KNOWN = KNOWN_VERSIONS[0] <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= KNOWN_VERSIONS[1]
+Chosen = Callable[[dict[str, Any]], tuple[Any, ...]]
+"""Finds some of the values that are given by name."""
 # By the Python function of a kernel: Triton's own hash of a kernel is of its source, which takes longer to find.
 _compiled: dict[tuple[Any, ...], Any] = {}
-_signatures: dict[Any, tuple[list[str], list[bool]]] = {}
+_signatures: dict[Any, tuple[Chosen, Chosen, list[bool]]] = {}
 
 
 class Start(NamedTuple):
@@ -57,27 +60,24 @@ def recorded() -> Iterator[list[Start]]:
         _recorder.starts = None
 
 
-def launch(
-    kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], tile: Tile,
-    *variants: dict[str, Any],
-) -> None:  # fmt: skip
+def launch(kernel: Any, programs: int, values: dict[str, Any], tile: Tile, *variants: dict[str, Any]) -> None:
     """Start ``programs`` programs of ``kernel``, once for each of ``variants`` if there are any.
 
     Args:
         kernel: a function under ``triton.jit``.
         programs: the size of the grid, which has one axis.
-        arguments: those that are not compile-time constants, in order.
-        constants: the compile-time constants, which come last in the kernel; it takes those it names.
+        values: arguments and compile-time constants by name; the kernel takes those it names.
         tile: warps, stages, registers, and whether it is launched early.
-        variants: compile-time constants that replace some of ``constants``.
+        variants: compile-time constants that replace some of ``values``.
     """
     if programs == 0:
         return
-    names, is_free = _signature(kernel, len(arguments))
+    arguments_of, constants_of, is_free = _signature(kernel)
+    arguments = arguments_of(values)
     kinds = () if is_interpreted() else tuple(map(_kind, arguments, is_free))
     for variant in variants or ({},):
-        every = {**constants, **variant} if variant else constants
-        _start(kernel, programs, arguments, tuple([every[name] for name in names]), kinds, tile)
+        every = {**values, **variant} if variant else values
+        _start(kernel, programs, arguments, constants_of(every), kinds, tile)
 
 
 def run(compiled: Any, programs: int, arguments: Any, stream: int) -> None:
@@ -99,14 +99,21 @@ def current_stream() -> tuple[int, int]:
     return device, driver.get_current_stream(device)
 
 
-def _signature(kernel: Any, count: int) -> tuple[list[str], list[bool]]:
-    """Names of the compile-time constants, which follow ``count`` others, and which of those the compiler ignores."""
+def _signature(kernel: Any) -> tuple[Chosen, Chosen, list[bool]]:
+    """What finds a kernel's arguments, what finds its compile-time constants (which come last, in capitals), and which
+    of the arguments the compiler ignores."""
     found = _signatures.get(kernel.fn)
     if found is None:
+        constants = [name for name in kernel.arg_names if name.isupper()]
+        names = kernel.arg_names[: -len(constants)]
         free = () if is_interpreted() else (*kernel.do_not_specialize, *kernel.do_not_specialize_on_alignment)
-        is_free = [name in free for name in kernel.arg_names[:count]]
-        found = _signatures[kernel.fn] = (kernel.arg_names[count:], is_free)
+        found = _signatures[kernel.fn] = _chosen(names), _chosen(constants), [name in free for name in names]
     return found
+
+
+def _chosen(names: list[str]) -> Chosen:
+    """What finds the values of these names, as fast as Python can."""
+    return itemgetter(*names) if len(names) > 1 else lambda values: tuple([values[name] for name in names])
 
 
 def _start(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +37,16 @@ def _strides_fit(shape: tuple[int, ...], strides: tuple[int, ...], step: int) ->
     )
 
 
-def strides_of_rows(tensor: Tensor) -> tuple[int, ...]:
-    """How far samples, heads and tokens lie apart in ``[B, H, ..., N, D]``, whose numbers are neighbours."""
-    return tensor.stride()[:-1]
+def by_name(name: str, tensor: Tensor) -> dict[str, Any]:
+    """A tensor that a kernel reads without a descriptor, and how far its samples, heads, components (if it has five
+    axes) and tokens lie apart, by the names of the kernel's arguments. The numbers of a token are neighbours."""
+    return dict(zip(_names(name, tensor.ndim), (tensor, *tensor.stride()[:-1]), strict=True))
+
+
+@functools.cache
+def _names(name: str, ndim: int) -> list[str]:
+    axes = ("batch", "head", "component", "token") if ndim == 5 else ("batch", "head", "token")
+    return [f"p_{name}", *[f"stride_{name}_{axis}" for axis in axes]]
 
 
 def aligned_width(tensor: Tensor) -> int:

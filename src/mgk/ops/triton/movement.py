@@ -1,7 +1,7 @@
-"""Moving rows between tokens and places as torch operations: each is the gradient of the other.
+"""Moving rows between tokens and places as a torch operation, whose gradient is the move back.
 
-``torch.ops.mgk.place_tokens`` and ``take_tokens`` are what ``torch.compile`` sees. Indexing would do the same, but it
-fills the room with zeros first, and adds gradients up one by one although no row comes twice.
+``torch.ops.mgk.move_tokens`` is what ``torch.compile`` sees. Indexing would do the same, but it fills the room with
+zeros first, and adds gradients up one by one although no row comes twice.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from mgk.ops.triton import call, tuning
 from mgk.ops.triton.call import FOUR_WARPS
-from mgk.ops.triton.kernels.moves import move_tokens
+from mgk.ops.triton.kernels import moves
 from mgk.ops.triton.launch import launch
 from mgk.ops.triton.layout import count_blocks, on_device
-from mgk.ops.triton.operator import is_unwatched
+from mgk.ops.triton.operator import shortest_way
 
 # A program moves about so many numbers.
 NUMBERS = 8192
@@ -24,86 +24,59 @@ MOST_COLUMNS = 512
 
 
 def to_places(tokens: Tensor, blocks: Tensor) -> Tensor:
-    """``[T, ...]`` to ``[places, ...]``, zeros where a place has no token. ``blocks``: see :func:`move_tokens`."""
-    if is_unwatched(tokens, blocks):
-        return _run(tokens, blocks, len(blocks) * call.PADDING, is_placing=True)
-    placed: Tensor = place_tokens(tokens, blocks)
-    return placed
+    """``[T, ...]`` to ``[places, ...]``, zeros where a place has no token. ``blocks``: see the kernel."""
+    return _to(tokens, blocks, len(blocks) * call.PADDING, True)
 
 
 def to_tokens(places: Tensor, blocks: Tensor, num_tokens: int) -> Tensor:
     """``[places, ...]`` to ``[num_tokens, ...]``."""
-    if is_unwatched(places, blocks):
-        return _run(places, blocks, num_tokens, is_placing=False)
-    taken: Tensor = take_tokens(places, blocks, num_tokens)
-    return taken
+    return _to(places, blocks, num_tokens, False)
 
 
-@torch.library.custom_op("mgk::place_tokens", mutates_args=(), schema="(Tensor tokens, Tensor blocks) -> Tensor")
-def place_tokens(tokens: Tensor, blocks: Tensor) -> Tensor:
-    """:func:`to_places`, for who watches."""
-    return _move(tokens, blocks, len(blocks) * call.PADDING, True)
+def _to(rows: Tensor, blocks: Tensor, length: int, is_placing: bool) -> Tensor:
+    moved: Tensor = shortest_way(move_tokens, _Move, _move, (rows, blocks, length, is_placing))
+    return moved
 
 
 @torch.library.custom_op(
-    "mgk::take_tokens", mutates_args=(), schema="(Tensor places, Tensor blocks, SymInt num_tokens) -> Tensor"
+    "mgk::move_tokens",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor blocks, SymInt length, bool is_placing) -> Tensor",
 )
-def take_tokens(places: Tensor, blocks: Tensor, num_tokens: int) -> Tensor:
-    """:func:`to_tokens`, likewise."""
-    return _move(places, blocks, num_tokens, False)
-
-
-@place_tokens.register_fake
-def _(tokens: Tensor, blocks: Tensor) -> Tensor:
-    return tokens.new_empty(blocks.shape[0] * call.PADDING, *tokens.shape[1:])
-
-
-@take_tokens.register_fake
-def _(places: Tensor, blocks: Tensor, num_tokens: int) -> Tensor:
-    return places.new_empty(num_tokens, *places.shape[1:])
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
-    ctx.num_tokens = inputs[0].shape[0]
-
-
-def _gradient_of_placing(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    (blocks,) = ctx.saved_tensors
-    return to_tokens(grad, blocks, ctx.num_tokens), None
-
-
-def _gradient_of_taking(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    (blocks,) = ctx.saved_tensors
-    return to_places(grad, blocks), None, None
-
-
-place_tokens.register_autograd(_gradient_of_placing, setup_context=_save)
-take_tokens.register_autograd(_gradient_of_taking, setup_context=_save)
-
-
-def _run(rows: Tensor, blocks: Tensor, length: int, *, is_placing: bool) -> Tensor:
-    """Without the dispatcher, which takes the host longer than the kernel runs."""
-    if torch.is_grad_enabled() and rows.requires_grad:
-        moved: Tensor = _Move.apply(rows, blocks, length, is_placing)
-        return moved
+def move_tokens(rows: Tensor, blocks: Tensor, length: int, is_placing: bool) -> Tensor:
+    """:func:`to_places` if ``is_placing``, else :func:`to_tokens`: ``length`` rows."""
     return _move(rows, blocks, length, is_placing)
 
 
+@move_tokens.register_fake
+def _(rows: Tensor, blocks: Tensor, length: int, is_placing: bool) -> Tensor:
+    return rows.new_empty(length, *rows.shape[1:])
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, blocks, _, ctx.is_placing = inputs
+    ctx.length = rows.shape[0]
+    ctx.save_for_backward(blocks)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    """The gradient of a move is the move back."""
+    (blocks,) = ctx.saved_tensors
+    return _to(grad, blocks, ctx.length, not ctx.is_placing), None, None, None
+
+
+move_tokens.register_autograd(_backward, setup_context=_save_for_backward)
+
+
 class _Move(torch.autograd.Function):
-    """Both operations."""
+    """What the operation is, without the dispatcher, which takes the host longer than the kernel runs."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, blocks: Tensor, length: int, is_placing: bool) -> Tensor:
-        ctx.save_for_backward(blocks)
-        ctx.length, ctx.is_placing = rows.shape[0], is_placing
-        return _move(rows, blocks, length, is_placing)
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        _save_for_backward(ctx, inputs, inputs[0])
+        return _move(*inputs)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (blocks,) = ctx.saved_tensors
-        back = to_tokens(grad, blocks, ctx.length) if ctx.is_placing else to_places(grad, blocks)
-        return back, None, None, None
+    backward = staticmethod(_backward)
 
 
 def _move(rows: Tensor, blocks: Tensor, length: int, is_placing: bool) -> Tensor:
@@ -120,12 +93,10 @@ def _move(rows: Tensor, blocks: Tensor, length: int, is_placing: bool) -> Tensor
         columns = min(columns, MOST_COLUMNS)
     part = call.PADDING if tuning.is_interpreted() else max(1, min(call.PADDING, NUMBERS // columns))
     chunks = count_blocks(width, columns)
+    values = {
+        "p_from": flat, "p_to": moved, "p_blocks": blocks, "stride_from": flat.stride(0), "width": width,
+        "num_chunks": chunks, "TO_PLACES": is_placing, "PADDING": call.PADDING, "ROWS": part, "COLUMNS": columns,
+    }  # fmt: skip
     with on_device(rows):
-        launch(
-            move_tokens,
-            len(blocks) * (call.PADDING // part) * chunks,
-            (flat, moved, blocks, flat.stride(0), width, chunks),
-            {"TO_PLACES": is_placing, "PADDING": call.PADDING, "ROWS": part, "COLUMNS": columns},
-            FOUR_WARPS,
-        )
+        launch(moves.move_tokens, len(blocks) * (call.PADDING // part) * chunks, values, FOUR_WARPS)
     return moved

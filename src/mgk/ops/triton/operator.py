@@ -7,6 +7,7 @@ takes to start the kernels. Torch hands over a flat list of values; here, and no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mgk.ops.autograd import NO_SECOND_ORDER
 from mgk.ops.triton import replay
-from mgk.ops.triton.call import TermsLayout, is_prior_by_head, prior_and_strides
+from mgk.ops.triton.call import TermsLayout, is_prior_by_head, prior_by_name
 from mgk.ops.triton.inputs import SCHEMA, Gradients, Options, Results, Tensors, named
 from mgk.ops.triton.layout import aligned, aligned_width, by_token
 from mgk.ops.triton.passes import backward_pass, forward_pass, responsibility_pass
@@ -110,16 +111,17 @@ def _like(parameter: Tensor | None, grad: Tensor) -> Tensor | None:
     return None if parameter is None else grad.to(parameter.dtype)
 
 
-def _refuse_second_order(ctx: Any, *grads: Tensor) -> None:
+def refuse_second_order(ctx: Any, *grads: Tensor) -> None:
     raise NotImplementedError(NO_SECOND_ORDER)
 
 
 fused_attention.register_autograd(_backward, setup_context=_save_for_backward)
-fused_attention_backward.register_autograd(_refuse_second_order)
+fused_attention_backward.register_autograd(refuse_second_order)
 
 
-def run_forward(tensors: Tensors, options: Options) -> Results:
-    """:func:`forward_pass`, replayed if it has been run for such inputs before."""
+def run_forward(*values: Any) -> Results:
+    """:func:`forward_pass` of ``*tensors, *options``, replayed if it has been run for such inputs before."""
+    tensors, options = named(values)
     if not _may_come_again(tensors):
         return forward_pass(tensors, options)
     distinct, has_one_mask = _distinct(tensors)
@@ -173,7 +175,7 @@ def _distinct(tensors: Tensors) -> tuple[Tensors, bool]:
 def _are_read_as_they_are(tensors: Tensors) -> bool:
     """Whether the kernels read these tensors without a copy, and write what has their width."""
     keys, shift, given_prior = tensors.key.flatten(1, 2), tensors.shift, tensors.log_prior
-    prior, _ = prior_and_strides(given_prior)
+    prior = prior_by_name(given_prior)["p_prior"]
     return (
         keys.data_ptr() == tensors.key.data_ptr()
         and (prior is None or given_prior is None or prior.data_ptr() == given_prior.data_ptr())
@@ -188,7 +190,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Results:
-        output = run_forward(*named(inputs))
+        output = run_forward(*inputs)
         _save_for_backward(ctx, inputs, output)
         ctx.mark_non_differentiable(output.terms)
         return output
@@ -198,11 +200,18 @@ class _Attention(torch.autograd.Function):
 
 def attend(tensors: Tensors, options: Options) -> Results:
     """Attention and its row normaliser, the way that takes the host least time."""
+    return Results(*shortest_way(fused_attention, _Attention, run_forward, (*tensors, *options)))
+
+
+def shortest_way(operation: Any, function: type[torch.autograd.Function], run: Any, values: Sequence[Any]) -> Any:
+    """Call torch's ``operation`` if somebody watches, else what it is without the dispatcher: the autograd ``function``
+    if a gradient is needed, and else ``run`` itself."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
     if not is_unwatched(*tensors):
-        return Results(*fused_attention(*tensors, *options))
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return Results(*_Attention.apply(*tensors, *options))
-    return run_forward(tensors, options)
+        return operation(*values)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return function.apply(*values)
+    return run(*values)
 
 
 def is_unwatched(*tensors: Tensor | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +25,12 @@ from mgk.ops.triton.layout import (
     aligned,
     aligned_like,
     aligned_width,
+    block_width,
+    by_name,
     by_token,
     count_blocks,
     descriptor,
     on_device,
-    strides_of_rows,
     terms_descriptor,
 )
 from mgk.ops.triton.tile_table import Tile
@@ -57,25 +59,18 @@ def _launch_forward(call: Call, out: Tensor, normaliser: Tensor, tile: Tile) -> 
     if tile.specialised:
         _launch_specialised(call, out, normaliser, tile)
         return
-    terms = call.terms
     # Rows are made up to the end of the padding, which backward reads.
     blocks = count_blocks(call.padded_queries if call.two_shifts else call.queries, tile.rows)
-    launch(
-        forward.attention_forward,
-        blocks * call.batch * call.heads,
-        (
-            descriptor(call.query, tile.rows), descriptor(call.key, tile.columns, 2 if call.two_keys else 1),
-            descriptor(call.value, tile.columns), descriptor(out, tile.rows), terms.row, terms.column,
-            terms.row_second, terms.column_second, terms.unscaled, terms.unfactored, terms.level,
-            call.inverse_variance, call.shift, terms.origin, normaliser, *call.masks, *call.mask_strides, call.scale,
-            call.threshold, call.keep_scale, *call.sizes, blocks, call.width, *call.limits,
-        ),
-        {
-            **call.constants, "AWAIT_PRODUCTS": tile.await_products, "DIRECT": tile.direct, "BLOCK_I": tile.rows,
-            "BLOCK_J": tile.columns,
-        },
-        tile,
-    )  # fmt: skip
+    values = {
+        **call.values,
+        "d_query": descriptor(call.query, tile.rows),
+        "d_key": descriptor(call.key, tile.columns, 2 if call.two_keys else 1),
+        "d_value": descriptor(call.value, tile.columns),
+        "d_out": descriptor(out, tile.rows),
+        "p_normaliser": normaliser, "num_blocks": blocks, "AWAIT_PRODUCTS": tile.await_products,
+        "DIRECT": tile.direct, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns,
+    }  # fmt: skip
+    launch(forward.attention_forward, blocks * call.batch * call.heads, values, tile)
 
 
 def _launch_specialised(call: Call, out: Tensor, normaliser: Tensor, tile: Tile) -> None:
@@ -93,22 +88,20 @@ def _launch_specialised(call: Call, out: Tensor, normaliser: Tensor, tile: Tile)
     column, other = (terms.unscaled, terms.unscaled) if call.from_bias else (terms.column, terms.column_second)
     blocks = count_blocks(call.queries, tile.rows)
     rows = call.batch * call.heads
-    section = tuning.heads_in_section(call.keys, (call.constants["D"] + call.constants["DV"]) * call.dtype.itemsize)
-    launch(
-        attention_forward_wide,
-        min(blocks * rows, tuning.multiprocessors(call.device.index or 0)),
-        (
-            descriptor(call.query, GROUP_ROWS.value), descriptor(call.key, tile.columns),
-            descriptor(call.value, tile.columns), descriptor(out, GROUP_ROWS.value),
-            terms_descriptor(column, call.padded_keys, tile.columns),
-            terms_descriptor(other, call.padded_keys, tile.columns), terms.row, terms.row_second, terms.unfactored,
-            terms.level, call.shift, terms.origin, normaliser, call.scale, call.heads, call.sizes.group_size,
-            call.queries, call.keys, call.padded_queries, blocks * rows, rows, blocks, section, call.width,
-            *call.limits,
-        ),
-        {**call.constants, "PING_PONG": tile.ping_pong, "STAGES": tile.stages, "BLOCK_J": tile.columns},
-        tile._replace(dependent_launch=call.has_level),
-    )  # fmt: skip
+    values = {
+        **call.values,
+        "d_query": descriptor(call.query, GROUP_ROWS.value),
+        "d_key": descriptor(call.key, tile.columns),
+        "d_value": descriptor(call.value, tile.columns),
+        "d_out": descriptor(out, GROUP_ROWS.value),
+        "d_column": terms_descriptor(column, call.padded_keys, tile.columns),
+        "d_other": terms_descriptor(other, call.padded_keys, tile.columns),
+        "p_normaliser": normaliser, "num_tiles": blocks * rows, "num_rows": rows, "num_blocks": blocks,
+        "section": tuning.heads_in_section(call.keys, 2 * call.block_d * call.dtype.itemsize),
+        "PING_PONG": tile.ping_pong, "STAGES": tile.stages, "BLOCK_J": tile.columns,
+    }  # fmt: skip
+    programs = min(blocks * rows, tuning.multiprocessors(call.device.index or 0))
+    launch(attention_forward_wide, programs, values, tile._replace(dependent_launch=call.has_level))
 
 
 def _launch_repair(call: Call, out: Tensor, normaliser: Tensor) -> None:
@@ -117,21 +110,15 @@ def _launch_repair(call: Call, out: Tensor, normaliser: Tensor) -> None:
     blocks = count_blocks(call.queries, tile.rows)
     together = blocks * call.batch * call.heads // tuning.programs(call.device)
     together = max(1, min(together, repair.MOST_ROWS_TOGETHER.value // tile.rows, blocks))
-    terms = call.terms
     is_relative = call.two_shifts and call.dtype == torch.float32
-    launch(
-        repair.attention_repair,
-        count_blocks(blocks, together) * call.batch * call.heads,
-        (
-            call.query, call.key, call.value, out, terms.row, terms.column, terms.row_second if is_relative else None,
-            terms.column_second if is_relative else None, terms.level, call.inverse_variance, normaliser,
-            *call.masks, *strides_of_rows(call.query), *strides_of_rows(call.key), *strides_of_rows(call.value),
-            *strides_of_rows(out), *call.mask_strides, call.scale, call.threshold,
-            call.keep_scale, *call.sizes, blocks, together, call.width, call.value_width,
-        ),
-        {**call.constants, "RELATIVE": is_relative, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
-        tile,
-    )  # fmt: skip
+    values = {
+        **call.values, **by_name("query", call.query), **by_name("key", call.key), **by_name("value", call.value),
+        **by_name("out", out), "p_normaliser": normaliser, "num_blocks": blocks, "blocks_together": together,
+        "p_row_second": call.terms.row_second if is_relative else None,
+        "p_column_second": call.terms.column_second if is_relative else None,
+        "BLOCK_I": tile.rows, "BLOCK_J": tile.columns,
+    }  # fmt: skip
+    launch(repair.attention_repair, count_blocks(blocks, together) * call.batch * call.heads, values, tile)
 
 
 def backward_pass(
@@ -152,11 +139,9 @@ class _Backward:
 
     def __init__(self, call: Call, grad_out: Tensor, grad_normaliser: Tensor | None) -> None:
         self.call, self.grad_out = call, grad_out
-        self.grad_normaliser = None if grad_normaliser is None else grad_normaliser.contiguous()
         has_variances = call.inverse_variance is not None
         by_row = (call.batch, call.heads, call.padded_queries)
         by_column = (call.kv_heads, call.components, call.batch, call.keys)
-        self.reference, self.delta = call.new(*by_row), call.new(*by_row)
         self.grad_query, self.grad_value = aligned_like(call.query), aligned_like(call.value)
         # Three shifts or more leave a gradient of the key each.
         self.has_one_key_gradient = call.shift is None or call.two_shifts or call.components == 1
@@ -171,84 +156,68 @@ class _Backward:
         self.key_partials: Tensor | None = None
         self.query_partials: Tensor | None = None
         # Measured: next to the two loops of causality, or with wide keys, the compiler schedules the loop better.
-        constants = call.constants
-        one_group = call.sizes.group_size == 1 and not constants["CAUSAL"] and call.block_d <= 64
-        self.constants = {**constants, "HAS_GRAD_NORMALISER": grad_normaliser is not None, "ONE_GROUP": one_group}
+        one_group = call.group_size == 1 and not call.is_causal and call.block_d <= 64
+        self.values = {
+            **call.values, "p_reference": call.new(*by_row), "p_delta": call.new(*by_row), "ONE_GROUP": one_group,
+            "p_grad_normaliser": None if grad_normaliser is None else grad_normaliser.contiguous(),
+            "p_grad_column": self.grad_column, "p_grad_scale": self.grad_inverse_variance, "p_grad_row": self.grad_row,
+        }  # fmt: skip
         # Heads that cannot be factored are left to the second launch.
         self.variants = ({"UNFACTORED": False}, {"UNFACTORED": True}) if call.factored else ()
-        self.scalars = (call.scale, call.natural_scale, call.threshold, call.keep_scale)
 
     def launch_delta(self, out: Tensor, normaliser: Tensor) -> None:
         """What each row subtracts from its logits, and from the gradients of its weights."""
         call = self.call
-        rows = rows_of_small_kernels(call.constants["DV"])
+        rows = rows_of_small_kernels(block_width(call.value_width))
         blocks = call.padded_queries // rows
-        launch(
-            gradient_sums.attention_delta,
-            blocks * call.batch * call.heads,
-            (
-                out, self.grad_out, normaliser, self.grad_normaliser, call.terms.row if call.two_shifts else None,
-                call.terms.level, self.reference, self.delta, *strides_of_rows(out), *strides_of_rows(self.grad_out),
-                call.keep_probability, call.heads, call.sizes.group_size, call.queries, call.padded_queries, blocks,
-                call.value_width,
-            ),
-            {**self.constants, "M": call.components if call.two_shifts else 1, "BLOCK_I": rows},
-            SMALL,
-        )  # fmt: skip
+        values = {
+            **self.values, **by_name("out", out), **by_name("grad", self.grad_out), "p_normaliser": normaliser,
+            "p_row": call.terms.row if call.two_shifts else None, "num_blocks": blocks, "BLOCK_I": rows,
+        }  # fmt: skip
+        launch(gradient_sums.attention_delta, blocks * call.batch * call.heads, values, SMALL)
 
     def launch_key_value(self, tile: Tile) -> None:
         """Gradients of keys and values, and of what belongs to a column."""
-        call, terms = self.call, self.call.terms
+        call = self.call
         blocks = count_blocks(call.keys, tile.columns)
         if call.shift is not None and call.gaussian:
             self.key_partials = call.new(call.kv_heads, call.components, call.batch * blocks, call.block_d)
-        tokens = (
-            descriptor(call.query, tile.rows), descriptor(call.key, tile.columns), descriptor(call.value, tile.columns),
-            descriptor(self.grad_out, tile.rows), descriptor(self.grad_key, tile.columns),
-            descriptor(self.grad_value, tile.columns), terms.row, terms.column,
-        )  # fmt: skip
-        masks = call.masks._replace(spans=call.key_spans)
-        numbers = (*masks, *call.mask_strides, *self.scalars, *call.sizes, blocks)
-        constants = {**self.constants, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns}
-        programs = blocks * call.batch * call.kv_heads
+        values = {
+            **self._blocks(tile), "d_grad_key": descriptor(self.grad_key, tile.columns),
+            "d_grad_value": descriptor(self.grad_value, tile.columns), "p_key_partials": self.key_partials,
+            "p_spans": call.key_spans, "num_blocks": blocks,
+        }  # fmt: skip
         # Three sums of products a key fill the registers: wide keys are done one after the other.
         is_narrow = call.block_d <= 64 or call.dtype == torch.float32
         if call.components == 2 and call.shift is None and is_narrow:
-            arguments = (
-                *tokens, call.inverse_variance, self.reference, self.delta, self.grad_column,
-                self.grad_inverse_variance, *numbers,
-            )  # fmt: skip
-            launch(two_key_gradients.attention_backward_two_keys, programs, arguments, constants, tile)
-            return
-        arguments = (
-            *tokens, terms.row_second, terms.column_second, call.inverse_variance, call.shift, self.reference,
-            self.delta, terms.unfactored, self.grad_column, self.grad_inverse_variance, self.key_partials,
-            terms.origin, *numbers, call.width,
-        )  # fmt: skip
-        launch(key_value_gradients.attention_backward_key_value, programs, arguments, constants, tile, *self.variants)
+            kernel = two_key_gradients.attention_backward_two_keys
+        else:
+            kernel = key_value_gradients.attention_backward_key_value
+        launch(kernel, blocks * call.batch * call.kv_heads, values, tile, *self.variants)
 
     def launch_query(self, tile: Tile) -> None:
         """Gradients of queries, and of what belongs to a row."""
-        call, terms = self.call, self.call.terms
+        call = self.call
         blocks = count_blocks(call.queries, tile.rows)
         if call.shift is not None:
-            partials = call.batch * call.sizes.group_size * blocks
+            partials = call.batch * call.group_size * blocks
             self.query_partials = call.new(call.kv_heads, call.components, partials, call.block_d)
-        launch(
-            query_gradients.attention_backward_query,
-            blocks * call.batch * call.heads,
-            (
-                descriptor(call.query, tile.rows), descriptor(call.key, tile.columns),
-                descriptor(call.value, tile.columns), descriptor(self.grad_out, tile.rows),
-                descriptor(self.grad_query, tile.rows), terms.row, terms.column, terms.row_second, terms.column_second,
-                call.inverse_variance, self.reference, self.delta, self.grad_normaliser, terms.unfactored, call.shift,
-                self.grad_row, self.query_partials, terms.origin, *call.masks, *call.mask_strides, *self.scalars,
-                *call.sizes, blocks, call.width,
-            ),
-            {**self.constants, "BLOCK_I": tile.rows, "BLOCK_J": tile.columns},
-            tile,
-            *self.variants,
-        )  # fmt: skip
+        values = {
+            **self._blocks(tile), "d_grad_query": descriptor(self.grad_query, tile.rows),
+            "p_query_partials": self.query_partials, "num_blocks": blocks,
+        }  # fmt: skip
+        launch(query_gradients.attention_backward_query, blocks * call.batch * call.heads, values, tile, *self.variants)
+
+    def _blocks(self, tile: Tile) -> dict[str, Any]:
+        """What both kernels read, in blocks of ``tile``."""
+        return {
+            **self.values,
+            "d_query": descriptor(self.call.query, tile.rows),
+            "d_key": descriptor(self.call.key, tile.columns),
+            "d_value": descriptor(self.call.value, tile.columns),
+            "d_grad_out": descriptor(self.grad_out, tile.rows),
+            "BLOCK_I": tile.rows, "BLOCK_J": tile.columns,
+        }  # fmt: skip
 
     def collect(self, tensors: Tensors) -> Gradients:
         """The gradients as torch expects them, laid out like ``tensors``."""
@@ -283,23 +252,15 @@ class _Backward:
         if call.shift is None and not by_head:
             return grad_shift, grad_prior
         width = 16 if call.shift is None else call.block_d
-        num_query_partials, num_key_partials = (
-            0 if partials is None else partials.shape[2] for partials in (self.query_partials, self.key_partials)
-        )
-        launch(
-            gradient_sums.parameter_gradients,
-            call.kv_heads * call.components,
-            (
-                self.query_partials, self.key_partials, self.grad_column if by_head else None, call.inverse_variance,
-                grad_shift, grad_prior, call.natural_scale, num_query_partials, num_key_partials,
-                call.batch * call.keys, call.width,
-            ),
-            {
-                **call.constants, "GAUSSIAN": self.key_partials is not None, "HAS_PRIOR": by_head,
-                "ROWS": max(1, (512 if tuning.is_interpreted() else ADDED_TOGETHER) // width), "D": width,
-            },
-            EIGHT_WARPS,
-        )  # fmt: skip
+        values = {
+            **self.values, "p_query_partials": self.query_partials, "p_key_partials": self.key_partials,
+            "p_grad_column": self.grad_column if by_head else None, "p_grad_shift": grad_shift,
+            "p_grad_prior": grad_prior, "num_columns": call.batch * call.keys,
+            "num_query_partials": 0 if self.query_partials is None else self.query_partials.shape[2],
+            "num_key_partials": 0 if self.key_partials is None else self.key_partials.shape[2],
+            "ROWS": max(1, (512 if tuning.is_interpreted() else ADDED_TOGETHER) // width), "D": width,
+        }  # fmt: skip
+        launch(gradient_sums.parameter_gradients, call.kv_heads * call.components, values, EIGHT_WARPS)
         return grad_shift, grad_prior
 
     def _inverse_variance_gradient(self) -> Tensor:
@@ -323,7 +284,7 @@ class _Backward:
 
 
 def _in_order(terms: Tensor) -> Tensor:
-    """Terms one after the other along the last axis, on which they lie as ``tiles.place`` has put them."""
+    """Terms one after the other along the last axis, on which they lie as ``terms.place`` has put them."""
     return terms.unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2).flatten(-4)
 
 
@@ -342,19 +303,11 @@ def responsibility_pass(tensors: Tensors, options: Options) -> Tensor:
         tile = call.tile("responsibilities")
         blocks = count_blocks(call.queries, tile.rows)
         sums = call.new(blocks * call.batch * call.heads, 8)
-        launch(
-            responsibilities.responsibilities,
-            blocks * call.batch * call.heads,
-            (
-                descriptor(call.query, tile.rows), descriptor(call.key, tile.columns), call.terms.row,
-                call.terms.column, call.inverse_variance, sums, call.masks.attn_mask, query_mask, call.masks.spans,
-                *call.mask_strides, call.scale, *call.sizes, blocks,
-            ),
-            {
-                **call.constants, "HAS_QUERY_MASK": query_mask is not None, "BLOCK_I": tile.rows,
-                "BLOCK_J": tile.columns,
-            },
-            tile,
-        )  # fmt: skip
+        values = {
+            **call.values, "d_query": descriptor(call.query, tile.rows), "d_key": descriptor(call.key, tile.columns),
+            "p_sums": sums, "p_query_mask": query_mask, "num_blocks": blocks, "BLOCK_I": tile.rows,
+            "BLOCK_J": tile.columns,
+        }  # fmt: skip
+        launch(responsibilities.responsibilities, len(sums), values, tile)
     by_head = sums.view(call.batch, call.kv_heads, -1, 8)[..., : call.components]
     return by_head.sum(dim=(0, 2), dtype=torch.float64).float()

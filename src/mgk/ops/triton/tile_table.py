@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Tile(NamedTuple):
@@ -158,29 +158,21 @@ HOPPER = Table(
 )  # fmt: skip
 
 
-def _without_hoppers_own(table: Table) -> Table:
-    """Where other matrix units leave products in other places, and warps cannot be specialised."""
-    rows = {key: _without_direct(*row) for key, row in table.attention.items()}
-    return table._replace(attention=rows, specialised={})
-
-
-def _without_direct(narrow: Tile, middle: Tile, wide: Tile) -> Row:
-    return narrow._replace(direct=False), middle._replace(direct=False), wide._replace(direct=False)
-
-
-UNMEASURED = _without_hoppers_own(HOPPER)
-"""For every architecture without a table of its own."""
-
-
-def _not_pipelined(row: Row) -> Row:
+def _all_with(row: Row, **changes: Any) -> Row:
     narrow, middle, wide = row
-    return narrow._replace(stages=1), middle._replace(stages=1), wide._replace(stages=1)
+    return narrow._replace(**changes), middle._replace(**changes), wide._replace(**changes)
 
+
+# Other matrix units leave products in other places, and their warps cannot be specialised.
+UNMEASURED = HOPPER._replace(
+    attention={key: _all_with(row, direct=False) for key, row in HOPPER.attention.items()}, specialised={}
+)
+"""For every architecture without a table of its own."""
 
 # Not measured either. Triton 3.6 cannot pipeline these loops there: it does not know what to do with inline assembly.
 BLACKWELL = UNMEASURED._replace(
     linear={
-        key: _not_pipelined(row) if key[0] in ("states", "reverse states") else row
+        key: _all_with(row, stages=1) if key[0] in ("states", "reverse states") else row
         for key, row in UNMEASURED.linear.items()
     }
 )

@@ -91,12 +91,12 @@ def linear_unit() -> int:
 
 
 def choose_linear_tile(
-    name: str, width: int, element_size: int, is_causal: bool, is_mixture: bool, device: torch.device | None = None
+    name: str, width: int, element_size: int, is_causal: bool, is_mixture: bool, device: torch.device
 ) -> Tile:
     """The tile of a kernel of linear attention: ``columns`` tokens make a block."""
     if is_interpreted():
         return INTERPRETED
-    architecture = "sm90" if device is None else _architecture(device.index or 0)
+    architecture = _architecture(device.index or 0)
     return tile_table.linear_tile(name, width, element_size, is_causal, is_mixture, architecture)
 
 

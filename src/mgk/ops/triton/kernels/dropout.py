@@ -13,6 +13,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from mgk.ops.triton.kernels.terms import own_terms
 from mgk.ops.triton.kernels.tiles import INTERPRETED
 
 
@@ -41,6 +42,13 @@ _HALVES_ARE_KEPT = tl.constexpr(
     "{ .reg .b32 words;"
     " mul.lo.s32 words, $2, $4; abs.f16x2 words, words; set.geu.u32.f16x2 words, words, $6; and.b32 $0, $1, words; }"
 )
+
+
+@triton.jit
+def dropout_of_rows(p_row_random, p_column_random, threshold, head, terms, o_i):
+    """The random numbers of one head, for a program that has a block of queries."""
+    b_row_random = own_terms(p_row_random, head.i_head, terms.padded_queries, o_i)
+    return Dropout(b_row_random, p_column_random + head.i_kv.to(tl.int64) * (terms.padded_keys // 2), threshold)
 
 
 @triton.jit

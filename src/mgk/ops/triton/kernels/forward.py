@@ -22,7 +22,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.kernels.dropout import Dropout, rows_unless_dropped
+from mgk.ops.triton.kernels.dropout import dropout_of_rows, rows_unless_dropped
 from mgk.ops.triton.kernels.heads import query_head
 from mgk.ops.triton.kernels.terms import (
     Shifts,
@@ -33,6 +33,7 @@ from mgk.ops.triton.kernels.terms import (
     less_reference,
     load_terms,
     mark_unfactored,
+    of_head,
     place,
     safe_ratio,
     shift_product,
@@ -40,6 +41,7 @@ from mgk.ops.triton.kernels.terms import (
 )
 from mgk.ops.triton.kernels.tiles import (
     HEAD_NUMBERS,
+    LN_2,
     VARYING_WITH_WIDTH,
     Case,
     Keys,
@@ -48,22 +50,11 @@ from mgk.ops.triton.kernels.tiles import (
     load_tile,
     load_value,
     partial_sums,
+    product,
+    stand_in,
     store_tile,
 )
-from mgk.ops.triton.kernels.visibility import Sequences, Visibility, is_visible, visible_keys
-
-
-class Choices(NamedTuple):
-    """How the weights are computed, where there is a choice."""
-
-    HAS_LEVEL: tl.constexpr
-    """columns hold a level, so that no reference is needed"""
-    FROM_BIAS: tl.constexpr
-    """products of two shifted keys are added to the larger bias"""
-    AWAIT_PRODUCTS: tl.constexpr
-    """see :func:`mgk.ops.triton.kernels.tiles.awaited`"""
-    DIRECT: tl.constexpr
-    """see :func:`mgk.ops.triton.kernels.terms.terms_at`"""
+from mgk.ops.triton.kernels.visibility import Visibility, is_visible, mask_of_head, visible_keys
 
 
 class Rows(NamedTuple):
@@ -93,21 +84,16 @@ def attention_forward(
     scale, threshold, keep_scale,
     num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks, width,
     largest_ratio, lowest_sum, highest_sum, margin,
-    # the mixture
     M: tl.constexpr, SHARED_KEY: tl.constexpr, TWO_SHIFTS: tl.constexpr, TWO_KEYS: tl.constexpr, HARD: tl.constexpr,
-    HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, ONE_VARIANCE: tl.constexpr,
-    # visibility
-    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr, PACKED: tl.constexpr,
-    # how it is computed
-    HAS_ORIGIN: tl.constexpr, HAS_LEVEL: tl.constexpr, FROM_BIAS: tl.constexpr, DROPOUT: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, AWAIT_PRODUCTS: tl.constexpr, DIRECT: tl.constexpr,
+    CAUSAL: tl.constexpr, AWAIT_PRODUCTS: tl.constexpr, DIRECT: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Write ``out [B, H, Nq, Dv]`` and ``normaliser [B, H, Nq]`` (natural logarithm, NaN where unsafe)."""
+    HAS_LEVEL: tl.constexpr = p_level is not None
     case: tl.constexpr = Case(
-        M, SHARED_KEY, HARD, INPUT_PRECISION, BLOCK_I, BLOCK_J, D, DV, TWO_SHIFTS=TWO_SHIFTS, TWO_KEYS=TWO_KEYS
-    )
-    choices: tl.constexpr = Choices(HAS_LEVEL, FROM_BIAS, AWAIT_PRODUCTS, DIRECT)
+        M, SHARED_KEY, HARD, BLOCK_I, BLOCK_J, D, DV, TWO_SHIFTS=TWO_SHIFTS, TWO_KEYS=TWO_KEYS, HAS_LEVEL=HAS_LEVEL,
+        AWAIT_PRODUCTS=AWAIT_PRODUCTS, DIRECT=DIRECT,
+    )  # fmt: skip
     i_block = tl.program_id(0) % num_blocks
     i_head = tl.program_id(0) // num_blocks
     if CAUSAL:
@@ -119,19 +105,18 @@ def attention_forward(
 
     p_normaliser += i_head.to(tl.int64) * num_queries
     terms = Terms(
-        p_row=p_row + i_head.to(tl.int64) * M * padded_queries if HAS_ROW else None,
-        p_column=p_column + head.i_kv.to(tl.int64) * M * padded_keys if HAS_COLUMN else None,
-        p_column_second=p_column_second + head.i_kv.to(tl.int64) * padded_keys if TWO_SHIFTS else None,
-        p_unscaled=p_unscaled + head.i_kv.to(tl.int64) * 2 * padded_keys if FROM_BIAS else None,
-        p_inverse_variance=None if ONE_VARIANCE else p_inverse_variance + head.i_kv_head * M,
+        p_row=of_head(p_row, i_head, padded_queries, M),
+        p_column=of_head(p_column, head.i_kv, padded_keys, M),
+        p_column_second=of_head(p_column_second, head.i_kv, padded_keys),
+        p_unscaled=of_head(p_unscaled, head.i_kv, padded_keys, 2),
+        p_inverse_variance=None if p_inverse_variance is None else p_inverse_variance + head.i_kv_head * M,
         scale=scale, padded_queries=padded_queries, padded_keys=padded_keys,
     )  # fmt: skip
-    if HAS_MASK:
-        p_mask += head.i_batch.to(tl.int64) * stride_mask_batch + head.i_query_head.to(tl.int64) * stride_mask_head
-    sequences = Sequences(num_queries, num_keys, p_key_range, p_query_range, p_spans, rows_per_span)
     first_key, end_full, end_key, causal_offset = visible_keys(
-        sequences, head.i_batch, o_first, CAUSAL, BLOCK_I, BLOCK_J
-    )
+        num_queries, num_keys, p_key_range, p_query_range, p_spans, rows_per_span, head.i_batch, o_first, CAUSAL,
+        BLOCK_I, BLOCK_J,
+    )  # fmt: skip
+    p_mask = mask_of_head(p_mask, head.i_batch, head.i_query_head, stride_mask_batch, stride_mask_head)
     visibility = Visibility(num_queries, num_keys, causal_offset, p_mask, stride_mask_row, stride_mask_column)
     keys = Keys(d_key, d_value, head.i_batch, head.i_kv_head)
 
@@ -142,16 +127,15 @@ def attention_forward(
     if TWO_SHIFTS:
         b_first_row, b_gap, b_second = _write_rows(
             b_query, o_i, head, terms, Shifts(p_shift, p_origin, width), p_row_second, p_unfactored, largest_ratio,
-            FROM_BIAS, case,
+            case,
         )  # fmt: skip
         # The last block may lie in the padding, and has done its work.
         if o_first >= num_queries:
             end_key = 0
             end_full = 0
     dropout = None
-    if DROPOUT:
-        b_row_random = tl.load(p_row_random + i_head.to(tl.int64) * padded_queries + place(o_i))
-        dropout = Dropout(b_row_random, p_column_random + head.i_kv.to(tl.int64) * (padded_keys // 2), threshold)
+    if p_row_random is not None:
+        dropout = dropout_of_rows(p_row_random, p_column_random, threshold, head, terms, o_i)
 
     b_out = tl.zeros([BLOCK_I, DV], tl.float32)
     b_sum = tl.zeros([BLOCK_I, 4], tl.float32)
@@ -164,14 +148,12 @@ def attention_forward(
     ALONE: tl.constexpr = HAS_LEVEL and M == 1
     p_block = terms.p_column + first_key if ALONE else None
     for o_j in tl.range(first_key, end_full, BLOCK_J):
-        b_out, b_sum = _attend(b_out, b_sum, rows, keys, terms, p_block, visibility, dropout, o_j, False, case, choices)
+        b_out, b_sum = _attend(b_out, b_sum, rows, keys, terms, p_block, visibility, dropout, o_j, False, case)
         if ALONE:
             p_block += BLOCK_J
     if CAUSAL:
         for o_j in tl.range(end_full, end_key, BLOCK_J):
-            b_out, b_sum = _attend(
-                b_out, b_sum, rows, keys, terms, p_block, visibility, dropout, o_j, True, case, choices
-            )
+            b_out, b_sum = _attend(b_out, b_sum, rows, keys, terms, p_block, visibility, dropout, o_j, True, case)
             if ALONE:
                 p_block += BLOCK_J
 
@@ -180,7 +162,7 @@ def attention_forward(
     if HAS_LEVEL:
         b_normaliser += tl.load(p_level + head.i_kv)
     m_safe = (b_sum >= lowest_sum) & (b_sum <= highest_sum)
-    b_normaliser = tl.where(m_safe, b_normaliser * 0.6931471805599453, float("nan"))
+    b_normaliser = tl.where(m_safe, b_normaliser * LN_2, float("nan"))
     # Where there is nothing to see, 0 is right: padding would otherwise be repaired.
     b_normaliser = tl.where(end_key > first_key, b_normaliser, float("-inf"))
     b_sum = tl.where(end_key > first_key, b_sum, 1.0)
@@ -190,10 +172,7 @@ def attention_forward(
 
 
 @triton.jit
-def _write_rows(
-    b_query, o_i, head, terms, shifts, p_row_second, p_unfactored, largest_ratio,
-    FROM_BIAS: tl.constexpr, case: tl.constexpr,
-):  # fmt: skip
+def _write_rows(b_query, o_i, head, terms, shifts, p_row_second, p_unfactored, largest_ratio, case: tl.constexpr):
     """Make the row terms of two shifted keys, since the query is here already, and keep them for repair and backward.
 
     Returns:
@@ -210,7 +189,7 @@ def _write_rows(
     b_row_second = tl.zeros([case.BLOCK_I], tl.float32)
     if case.HARD:
         tl.store(p_row_second + place(o_i), b_gap)
-        if FROM_BIAS:
+        if terms.p_unscaled is not None:
             b_gap = b_second - b_first
     else:
         b_row_second = safe_ratio(b_gap, largest_ratio)
@@ -221,24 +200,23 @@ def _write_rows(
 
 @triton.jit
 def _attend(
-    b_out, b_sum, rows, keys, terms, p_block, visibility, dropout, o_j,
-    CAUSAL: tl.constexpr, case: tl.constexpr, choices: tl.constexpr,
-):  # fmt: skip
+    b_out, b_sum, rows, keys, terms, p_block, visibility, dropout, o_j, CAUSAL: tl.constexpr, case: tl.constexpr
+):
     """Add one block of keys, weighed against the fixed reference.
 
     ``p_block`` is where the columns of this block begin if there is one component.
     """
     o_columns = o_j + tl.arange(0, case.BLOCK_J)
-    if choices.FROM_BIAS:
+    if terms.p_unscaled is not None:
         b_weight = _weights_from_bias(rows, keys, terms, o_j, case)
     elif case.TWO_SHIFTS:
-        b_weight = _weights_of_two_shifts(rows, keys, terms, o_j, case, choices)
+        b_weight = _weights_of_two_shifts(rows, keys, terms, o_j, case)
     elif case.HARD and case.SHARED_KEY and terms.p_inverse_variance is None:
         b_weight = _weights_of_best_bias(rows, keys, terms, o_j, case)
-    elif choices.HAS_LEVEL and case.M == 1:
-        b_weight = _weights_of_one_key(rows, keys, terms, p_block, o_j, case, choices)
+    elif case.HAS_LEVEL and case.M == 1:
+        b_weight = _weights_of_one_key(rows, keys, terms, p_block, o_j, case)
     elif case.TWO_KEYS:
-        b_weight = _weights_of_two_keys(rows, keys, terms, o_j, case, choices)
+        b_weight = _weights_of_two_keys(rows, keys, terms, o_j, case)
     else:
         b_weight = _weights_of_components(rows, keys, terms, o_j, case)
     if CAUSAL or visibility.p_mask is not None:
@@ -250,22 +228,22 @@ def _attend(
     if dropout is not None:
         AS_PRODUCT: tl.constexpr = rows.b_query.dtype != tl.float32 and visibility.p_mask is None
         b_factor = rows_unless_dropped(b_factor, dropout, o_j, AS_PRODUCT)
-    b_out = tl.dot(b_factor, load_value(keys, o_j, case), b_out, input_precision=case.INPUT_PRECISION)
-    return awaited(b_out) if choices.AWAIT_PRODUCTS else b_out, b_sum
+    b_out = product(b_factor, load_value(keys, o_j, case), b_out)
+    return awaited(b_out) if case.AWAIT_PRODUCTS else b_out, b_sum
 
 
 @triton.jit
-def _weights_of_one_key(rows, keys, terms, p_block, o_j, case: tl.constexpr, choices: tl.constexpr):
+def _weights_of_one_key(rows, keys, terms, p_block, o_j, case: tl.constexpr):
     """``2^(s_ij + column_j)``, where columns hold the level."""
     o_block = tl.arange(0, case.BLOCK_J)
-    b_bias = terms_at(p_block, place(o_block)) if choices.DIRECT else in_order(tl.load(p_block + o_block))  # [BLOCK_J]
+    b_bias = terms_at(p_block, place(o_block)) if case.DIRECT else in_order(tl.load(p_block + o_block))  # [BLOCK_J]
     b_key = load_key(keys, 0, o_j, case)  # [BLOCK_J, D]
-    b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)
+    b_product = product(rows.b_query, b_key.T)
     return tl.math.exp2(b_product * terms.scale + b_bias[None, :])
 
 
 @triton.jit
-def _weights_of_two_shifts(rows, keys, terms, o_j, case: tl.constexpr, choices: tl.constexpr):
+def _weights_of_two_shifts(rows, keys, terms, o_j, case: tl.constexpr):
     """``2^(s_ij + column_j0) (1 + row_second_i column_second_j)``, or hard ``2^(s_ij + max(column_j0, gap_i +
     column_j1))``, less the reference. The first row term is left to the normaliser."""
     # Where there are registers for it, before the product: who reads them after it waits for them.
@@ -274,13 +252,13 @@ def _weights_of_two_shifts(rows, keys, terms, o_j, case: tl.constexpr, choices: 
     STEPS: tl.constexpr = case.HARD and case.D <= 32 and rows.b_query.dtype != tl.float32
     b_bias = load_terms(terms.p_column, o_j, case.BLOCK_J)[None, :] if BEFORE_PRODUCT else 0.0
     b_key = load_key(keys, 0, o_j, case)
-    b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)  # [BLOCK_I, BLOCK_J]
+    b_product = product(rows.b_query, b_key.T)  # [BLOCK_I, BLOCK_J]
     if STEPS:
         # In this order, too: with the maximum first it is slower.
         b_step = load_terms(terms.p_column_second, o_j, case.BLOCK_J)[None, :]
         b_second = load_terms(terms.p_column + terms.padded_keys, o_j, case.BLOCK_J)[None, :]
         b_logit = b_product * terms.scale + b_second + tl.maximum(rows.b_gap[:, None], b_step)
-        if not choices.HAS_LEVEL:
+        if not case.HAS_LEVEL:
             b_logit -= rows.b_reference[:, None]
         b_weight = tl.math.exp2(b_logit)
     else:
@@ -288,8 +266,8 @@ def _weights_of_two_shifts(rows, keys, terms, o_j, case: tl.constexpr, choices: 
         if case.HARD:
             b_second = rows.b_gap[:, None] + load_terms(terms.p_column + terms.padded_keys, o_j, case.BLOCK_J)[None, :]
             b_bias = tl.maximum(b_bias, b_second)
-        IN_ORDER: tl.constexpr = not choices.HAS_LEVEL and rows.b_query.dtype == tl.float32
-        if not choices.HAS_LEVEL and not IN_ORDER:
+        IN_ORDER: tl.constexpr = not case.HAS_LEVEL and rows.b_query.dtype == tl.float32
+        if not case.HAS_LEVEL and not IN_ORDER:
             b_bias -= rows.b_reference[:, None]
         b_logit = b_product * terms.scale + b_bias
         b_weight = tl.math.exp2(less_reference(b_logit, rows.b_reference) if IN_ORDER else b_logit)
@@ -306,7 +284,7 @@ def _weights_from_bias(rows, keys, terms, o_j, case: tl.constexpr):
     b_second = rows.b_gap[:, None] + load_terms(terms.p_unscaled + terms.padded_keys, o_j, case.BLOCK_J)[None, :]
     b_bias = tl.maximum(load_terms(terms.p_unscaled, o_j, case.BLOCK_J)[None, :], b_second)  # [BLOCK_I, BLOCK_J]
     b_key = load_key(keys, 0, o_j, case)
-    b_product = tl.dot(rows.b_query, b_key.T, b_bias, input_precision=case.INPUT_PRECISION)
+    b_product = product(rows.b_query, b_key.T, b_bias)
     return tl.math.exp2(b_product * terms.scale)
 
 
@@ -314,7 +292,7 @@ def _weights_from_bias(rows, keys, terms, o_j, case: tl.constexpr):
 def _weights_of_best_bias(rows, keys, terms, o_j, case: tl.constexpr):
     """Hard weights of any number of shifted keys of one variance: one product, one exponential."""
     b_key = load_key(keys, 0, o_j, case)
-    b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)
+    b_product = product(rows.b_query, b_key.T)
     IN_ORDER: tl.constexpr = rows.b_query.dtype == tl.float32
     b_reference = tl.zeros_like(rows.b_reference) if IN_ORDER else rows.b_reference
     b_bias = component_bias(terms, 0, rows.o_i, o_j, b_reference, case.BLOCK_J)
@@ -325,9 +303,9 @@ def _weights_of_best_bias(rows, keys, terms, o_j, case: tl.constexpr):
 
 
 @triton.jit
-def _weights_of_two_keys(rows, keys, terms, o_j, case: tl.constexpr, choices: tl.constexpr):
+def _weights_of_two_keys(rows, keys, terms, o_j, case: tl.constexpr):
     """Weights of two projected keys of one variance, whose logits stand side by side."""
-    b_logit = _two_key_logits(rows, keys, terms, o_j, choices.HAS_LEVEL, choices.DIRECT, case)
+    b_logit = _two_key_logits(rows, keys, terms, o_j, case.HAS_LEVEL, case.DIRECT, case)
     if case.HARD:
         return tl.math.exp2(tl.max(b_logit.reshape(case.BLOCK_I, 2, case.BLOCK_J), 1))
     return tl.sum(tl.math.exp2(b_logit).reshape(case.BLOCK_I, 2, case.BLOCK_J), 1)
@@ -337,7 +315,7 @@ def _weights_of_two_keys(rows, keys, terms, o_j, case: tl.constexpr, choices: tl
 def _two_key_logits(rows, keys, terms, o_j, HAS_LEVEL: tl.constexpr, DIRECT: tl.constexpr, case: tl.constexpr):
     """The logits of two projected components side by side, ``[BLOCK_I, 2 * BLOCK_J]``: one copy, one product."""
     b_key = keys.d_key.load([keys.i_batch, 2 * keys.i_kv_head, o_j, 0]).reshape(2 * case.BLOCK_J, case.D)
-    b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)
+    b_product = product(rows.b_query, b_key.T)
     IN_ORDER: tl.constexpr = not HAS_LEVEL and rows.b_query.dtype == tl.float32
     b_bias = -rows.b_reference[:, None]
     if terms.p_column is not None:
@@ -359,7 +337,7 @@ def _weights_of_components(rows, keys, terms, o_j, case: tl.constexpr):
     for r in tl.static_range(case.M):
         if r == 0 or not case.SHARED_KEY:
             b_key = load_key(keys, r, o_j, case)
-            b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)
+            b_product = product(rows.b_query, b_key.T)
         b_logit = component_logit(b_product, terms, r, rows.o_i, o_j, rows.b_reference, rows.b_query)
         if r == 0:
             b_weight = b_logit if case.HARD else tl.math.exp2(b_logit)
@@ -381,16 +359,16 @@ def _largest_logit(rows, keys, terms, visibility, o_j, CAUSAL: tl.constexpr, cas
         b_largest = tl.max(b_logit.reshape(case.BLOCK_I, 2, case.BLOCK_J), 1)
     elif case.TWO_SHIFTS:
         b_key = load_key(keys, 0, o_j, case)
-        b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)
+        b_product = product(rows.b_query, b_key.T)
         b_second = rows.b_gap[:, None] + load_terms(terms.p_column + terms.padded_keys, o_j, case.BLOCK_J)[None, :]
         b_scaled = b_product * terms.scale
         b_largest = b_scaled + tl.maximum(load_terms(terms.p_column, o_j, case.BLOCK_J)[None, :], b_second)
     for r in tl.static_range(0 if case.TWO_KEYS or case.TWO_SHIFTS else case.M):
         if r == 0 or not case.SHARED_KEY:
             b_key = load_key(keys, r, o_j, case)
-            b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)
+            b_product = product(rows.b_query, b_key.T)
         b_logit = component_logit(b_product, terms, r, rows.o_i, o_j, rows.b_reference, rows.b_query)
         b_largest = tl.maximum(b_largest, b_logit)
     m_seen = is_visible(rows.o_i[:, None], o_columns[None, :], visibility, CAUSAL)
     b_largest = tl.max(tl.where(m_seen, b_largest, float("-inf")), 1)
-    return tl.where(b_largest == float("-inf"), 0.0, b_largest)
+    return stand_in(b_largest)

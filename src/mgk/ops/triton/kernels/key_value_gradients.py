@@ -29,12 +29,15 @@ from mgk.ops.triton.kernels.terms import (
     load_origin,
     load_shift,
     load_terms,
+    of_head,
+    own_terms,
     place,
     second_weight,
     weight_of,
 )
 from mgk.ops.triton.kernels.tiles import (
     HEAD_NUMBERS,
+    LN_2,
     VARYING_WITH_WIDTH,
     Case,
     Keys,
@@ -43,9 +46,10 @@ from mgk.ops.triton.kernels.tiles import (
     load_value,
     partial_products,
     partial_sums,
+    product,
     store_tile,
 )
-from mgk.ops.triton.kernels.visibility import Sequences, Visibility, is_visible, visible_queries
+from mgk.ops.triton.kernels.visibility import Visibility, is_visible, mask_of_head, visible_queries
 
 
 class Queries(NamedTuple):
@@ -92,19 +96,17 @@ def attention_backward_key_value(
     # numbers
     scale, natural_scale, threshold, keep_scale,
     num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks, width,
-    # the mixture
     M: tl.constexpr, SHARED_KEY: tl.constexpr, TWO_SHIFTS: tl.constexpr, UNFACTORED: tl.constexpr, HARD: tl.constexpr,
-    HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, ONE_VARIANCE: tl.constexpr,
-    # visibility and dropout
-    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr,
-    # how it is computed
-    INPUT_PRECISION: tl.constexpr, GAUSSIAN: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_ORIGIN: tl.constexpr,
-    ONE_GROUP: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    GAUSSIAN: tl.constexpr, CAUSAL: tl.constexpr, ONE_GROUP: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Write ``dk``, ``dv``, ``dcolumn``, ``dscale`` and the partial sums of the shifts' gradients. ``ONE_GROUP`` tells
     the compiler that a key has one query head, where it makes better use of that than of a loop."""
-    case: tl.constexpr = Case(M, SHARED_KEY, HARD, INPUT_PRECISION, BLOCK_I, BLOCK_J, D, DV, TWO_SHIFTS=TWO_SHIFTS,
-                              UNFACTORED=UNFACTORED)  # fmt: skip
+    case: tl.constexpr = Case(
+        M, SHARED_KEY, HARD, BLOCK_I, BLOCK_J, D, DV, TWO_SHIFTS=TWO_SHIFTS, UNFACTORED=UNFACTORED
+    )
+    ONE_VARIANCE: tl.constexpr = p_inverse_variance is None
+    DROPOUT: tl.constexpr = p_row_random is not None
     i_block = tl.program_id(0) % num_blocks
     i_kv = tl.program_id(0) // num_blocks
     num_kv_heads = num_heads // group_size
@@ -118,17 +120,18 @@ def attention_backward_key_value(
         if (tl.load(p_unfactored + i_kv) != 0) != UNFACTORED:
             return
 
-    sequences = Sequences(num_queries, num_keys, p_key_range, p_query_range, p_spans, rows_per_span)
-    span = visible_queries(sequences, i_batch, o_first, CAUSAL, BLOCK_I, BLOCK_J)
-    if HAS_COLUMN:
-        p_column += i_kv.to(tl.int64) * M * padded_keys
+    span = visible_queries(
+        num_queries, num_keys, p_key_range, p_query_range, p_spans, rows_per_span, i_batch, o_first, CAUSAL, BLOCK_I,
+        BLOCK_J,
+    )  # fmt: skip
+    p_column = of_head(p_column, i_kv, padded_keys, M)
     if not ONE_VARIANCE:
         p_inverse_variance += i_kv_head * M
     keys = Keys(d_key, d_value, i_batch, i_kv_head)
     b_value = load_value(keys, o_first, case)  # [BLOCK_J, DV]
     b_column_second = tl.zeros([BLOCK_J], tl.float32)
     if TWO_SHIFTS:
-        b_column_second = tl.load(p_column_second + i_kv.to(tl.int64) * padded_keys + place(o_j))
+        b_column_second = own_terms(p_column_second, i_kv, padded_keys, o_j)
     b_column_random = tl.zeros([BLOCK_J], tl.int32)
     if DROPOUT:
         b_column_random = column_randoms(p_column_random + i_kv.to(tl.int64) * (padded_keys // 2), o_j)
@@ -141,7 +144,7 @@ def attention_backward_key_value(
         if HARD and M == 2 and not SHARED_KEY:
             b_other_key = load_tile(d_key, i_batch, 2 * i_kv_head + 1 - r, o_first, BLOCK_J, D)
         b_column = tl.zeros([BLOCK_J], tl.float32)
-        if HAS_COLUMN:
+        if p_column is not None:
             b_column = tl.load(p_column + r * padded_keys + place(o_j))
         columns = Columns(r, o_first, o_j, b_key, b_other_key, b_value, b_column, b_column_second)
         b_grad_key = tl.zeros([BLOCK_J, D], tl.float32)
@@ -151,18 +154,14 @@ def attention_backward_key_value(
             i_query_head = i_kv_head * group_size + g
             i_head = (i_batch * num_heads + i_query_head).to(tl.int64)
             terms = Terms(
-                p_row=p_row + i_head * M * padded_queries if HAS_ROW else None,
-                p_column=p_column if HAS_COLUMN else None,
-                p_inverse_variance=None if ONE_VARIANCE else p_inverse_variance,
-                scale=scale, padded_queries=padded_queries, padded_keys=padded_keys,
+                of_head(p_row, i_head, padded_queries, M), p_column, p_inverse_variance, scale, padded_queries,
+                padded_keys,
             )  # fmt: skip
-            p_own_mask = p_mask
-            if HAS_MASK:
-                p_own_mask += i_batch.to(tl.int64) * stride_mask_batch
-                p_own_mask += i_query_head.to(tl.int64) * stride_mask_head
-            visibility = Visibility(num_queries, num_keys, span.causal_offset, p_own_mask, stride_mask_row,
-                                    stride_mask_column)  # fmt: skip
-            p_second = p_row_second + i_head * padded_queries if TWO_SHIFTS else None
+            p_own_mask = mask_of_head(p_mask, i_batch, i_query_head, stride_mask_batch, stride_mask_head)
+            visibility = Visibility(
+                num_queries, num_keys, span.causal_offset, p_own_mask, stride_mask_row, stride_mask_column
+            )
+            p_second = of_head(p_row_second, i_head, padded_queries)
             dropout = Dropout(p_row_random + i_head * padded_queries, b_column_random, threshold) if DROPOUT else None
             queries = Queries(d_query, d_grad_out, i_batch, i_query_head, i_head, p_reference, p_delta, p_second)
             if CAUSAL:
@@ -186,9 +185,9 @@ def attention_backward_key_value(
             b_grad_key *= keep_scale
             b_sum *= keep_scale
             b_both_sum *= keep_scale
-        b_natural = natural_scale if ONE_VARIANCE else tl.load(p_inverse_variance + r) * 0.6931471805599453
+        b_natural = natural_scale if ONE_VARIANCE else tl.load(p_inverse_variance + r) * LN_2
         o_column = ((i_kv_head * M + r) * num_samples + i_batch).to(tl.int64) * num_keys + o_j
-        if HAS_COLUMN:
+        if p_column is not None:
             tl.store(p_grad_column + o_column, b_sum, mask=o_j < num_keys)
         if not ONE_VARIANCE:
             # sum_i dlogit_ij q_i . k_j is the gradient of the key, before scaling, times the key.
@@ -198,9 +197,9 @@ def attention_backward_key_value(
             # The column holds -|k_j + shift_r|^2 / 2, times the scale.
             b_grad_key -= (b_both_sum if TWO_SHIFTS else b_sum)[:, None] * b_key.to(tl.float32)
         shifts = Shifts(p_shift, p_origin, width)
-        if GAUSSIAN and HAS_SHIFT:
+        if GAUSSIAN and p_shift is not None:
             b_moved_key = b_key.to(tl.float32)
-            if HAS_ORIGIN:
+            if p_origin is not None:
                 b_moved_key -= load_origin(shifts, i_kv, D)[None, :]
             b_shift = load_shift(shifts, i_kv_head, r, M, D)
             b_grad_key -= b_sum[:, None] * b_shift[None, :]
@@ -236,8 +235,8 @@ def _gather(
     b_grad_out = load_tile(queries.d_grad_out, queries.i_batch, queries.i_query_head, o_i, case.BLOCK_I, case.DV)
     b_reference = load_terms(p_reference, o_i, case.BLOCK_I)
     b_delta = load_terms(p_delta, o_i, case.BLOCK_I)
-    b_product = tl.dot(columns.b_key, b_query.T, input_precision=case.INPUT_PRECISION)
-    b_grad_weight = tl.dot(columns.b_value, b_grad_out.T, input_precision=case.INPUT_PRECISION)
+    b_product = product(columns.b_key, b_query.T)
+    b_grad_weight = product(columns.b_value, b_grad_out.T)
     b_scale = component_scale(terms, columns.i_component)
     IN_ORDER: tl.constexpr = b_query.dtype == tl.float32
     b_row = tl.zeros_like(b_reference) if IN_ORDER else -b_reference
@@ -260,18 +259,11 @@ def _gather(
     elif case.HARD and case.M == 2:
         b_other = b_product
         if not case.SHARED_KEY:
-            b_other = tl.dot(columns.b_other_key, b_query.T, input_precision=case.INPUT_PRECISION)
+            b_other = product(columns.b_other_key, b_query.T)
         b_other = component_logit(
-            b_other,
-            terms,
-            1 - columns.i_component,
-            o_i,
-            columns.o_j,
-            b_reference,
-            b_query,
-            TRANSPOSED=True,
+            b_other, terms, 1 - columns.i_component, o_i, columns.o_j, b_reference, b_query, TRANSPOSED=True,
             FINITE=True,
-        )
+        )  # fmt: skip
         b_weight = hard_responsibility(finite(b_logit) - b_other) * weight_of(b_logit, b_query)
     elif case.HARD and case.M > 2:
         b_best = tl.full([case.BLOCK_J, case.BLOCK_I], float("-inf"), tl.float32)
@@ -280,7 +272,7 @@ def _gather(
             b_other = b_product
             if not case.SHARED_KEY:
                 b_key = load_key(keys, r, columns.o_first, case)
-                b_other = tl.dot(b_key, b_query.T, input_precision=case.INPUT_PRECISION)
+                b_other = product(b_key, b_query.T)
             b_other = component_logit(b_other, terms, r, o_i, columns.o_j, b_reference, b_query, True)
             b_ties = tl.where(b_other > b_best, 1.0, b_ties + (b_other == b_best).to(tl.float32))
             b_best = tl.maximum(b_best, b_other)
@@ -338,6 +330,6 @@ def _gather(
         b_both_sum += partial_sums(b_grad_logit)
     # Last of all: while these products run, their operands stay in registers.
     b_kept_weight = b_kept_weight.to(b_grad_out.dtype)
-    b_grad_value = tl.dot(b_kept_weight, b_grad_out, b_grad_value, input_precision=case.INPUT_PRECISION)
-    b_grad_key = tl.dot(b_grad_logit.to(b_query.dtype), b_query, b_grad_key, input_precision=case.INPUT_PRECISION)
+    b_grad_value = product(b_kept_weight, b_grad_out, b_grad_value)
+    b_grad_key = product(b_grad_logit.to(b_query.dtype), b_query, b_grad_key)
     return b_grad_key, b_grad_value, b_sum, b_both_sum

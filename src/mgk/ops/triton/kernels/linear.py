@@ -27,9 +27,9 @@ from mgk.ops.triton.kernels.heads import Head, query_head
 from mgk.ops.triton.kernels.tiles import (
     VARYING_WITH_WIDTH,
     Tokens,
+    apart,
     as_product,
     fast_exp,
-    load_rows,
     load_tokens,
     where_at_least,
 )
@@ -41,29 +41,24 @@ class Case(NamedTuple):
     """What the compiler knows of a call. A kernel makes it of its constants and hands it to its helpers."""
 
     MAP: tl.constexpr  # "elu" or "relu"
-    INPUT_PRECISION: tl.constexpr  # of products in fp32
     BLOCK: tl.constexpr  # tokens of a chunk
     D: tl.constexpr  # the width of queries and keys, rounded up to a power of two
     DV: tl.constexpr  # the same for values
     M: tl.constexpr = 1  # components
-    HAS_SHIFT: tl.constexpr = False
-    HAS_PRIOR: tl.constexpr = False
     PRIOR_BY_KEY: tl.constexpr = False
-    HAS_KEY_MASK: tl.constexpr = False
-    BY_SUM: tl.constexpr = False
 
 
 class Mixture(NamedTuple):
-    """What the features of keys are formed from."""
+    """What the features of keys are formed from. A pointer is ``None`` where the call has no such tensor."""
 
     key: Tokens  # of the first component
     stride_component: tl.tensor
-    p_shift: tl.tensor  # [Hkv, M, width]
-    p_prior: tl.tensor  # logarithms, [Hkv, M, Nk] or [Hkv, M, 1]
+    p_shift: tl.tensor | None  # [Hkv, M, width]
+    p_prior: tl.tensor | None  # logarithms, [Hkv, M, Nk] or [Hkv, M, 1]
     stride_prior_head: tl.tensor
     stride_prior_component: tl.tensor
     stride_prior_token: tl.tensor
-    p_key_mask: tl.tensor  # [B, Nk]
+    p_key_mask: tl.tensor | None  # [B, Nk]
 
 
 @triton.jit
@@ -75,16 +70,16 @@ def features(b_x, MAP: tl.constexpr):
 
 
 @triton.jit
-def rows_apart(p_tokens, stride):
-    """A stride of which the compiler knows that rows start at multiples of 16 bytes, as ``load_rows`` tells it."""
-    STEP: tl.constexpr = 128 // p_tokens.dtype.element_ty.primitive_bitwidth
-    return (stride // STEP * STEP).to(tl.int64)
-
-
-@triton.jit
 def operand(b_x, tokens):
     """What the matrix units are given for tokens of this type."""
     return b_x.to(tl.bfloat16 if tokens.p_tokens.dtype.element_ty == tl.bfloat16 else tl.float32)
+
+
+@triton.jit
+def multiply(b_left, b_right, tokens, b_sum=None):
+    """``left right`` in fp32, added to ``sum`` if there is one: exact for tokens in fp32, else with tf32."""
+    PRECISION: tl.constexpr = "ieee" if tokens.p_tokens.dtype.element_ty == tl.float32 else "tf32"
+    return tl.dot(b_left, b_right, b_sum, input_precision=PRECISION)
 
 
 @triton.jit
@@ -98,12 +93,10 @@ def key_value_head(i_kv, num_kv_heads):
 @triton.jit
 def load_key(mixture, head, i_component, o_first, case: tl.constexpr):
     """Keys ``o_first ...`` of one component, ``[BLOCK, D]``."""
-    key = mixture.key
-    p_key = key.p_tokens + i_component * rows_apart(key.p_tokens, mixture.stride_component)
-    return load_rows(
-        p_key, key.stride_batch, key.stride_head, key.stride_token, head.i_batch, head.i_kv_head, o_first, key.length,
-        key.width, case.BLOCK, case.D,
-    )  # fmt: skip
+    p_first, stride_batch, stride_head, stride_token, num_keys, width = mixture.key
+    p_key = p_first + i_component * apart(mixture.stride_component, p_first).to(tl.int64)
+    key = Tokens(p_key, stride_batch, stride_head, stride_token, num_keys, width)
+    return load_tokens(key, head.i_batch, head.i_kv_head, o_first, case.BLOCK, case.D)
 
 
 @triton.jit
@@ -117,7 +110,7 @@ def load_key_mask(mixture, head, o_j):
 @triton.jit
 def prior_of_head(mixture, head, i_component, case: tl.constexpr):
     """``prior_r`` of one head, a scalar, where it is the same for all keys."""
-    if case.HAS_PRIOR and not case.PRIOR_BY_KEY:
+    if mixture.p_prior is not None and not case.PRIOR_BY_KEY:
         o_head = head.i_kv_head * mixture.stride_prior_head
         return tl.exp(tl.load(mixture.p_prior + o_head + i_component * mixture.stride_prior_component))
     return 1.0 / case.M
@@ -130,13 +123,13 @@ def component(b_key, prior, mixture, head, i_component, o_first, case: tl.conste
     o_j = o_first + tl.arange(0, case.BLOCK)
     o_d = tl.arange(0, case.D)
     m_j = o_j < mixture.key.length
-    if case.HAS_KEY_MASK:
+    if mixture.p_key_mask is not None:
         m_j = m_j & load_key_mask(mixture, head, o_j)
     b_x = b_key.to(tl.float32)  # [BLOCK, D]
-    if case.HAS_SHIFT:
+    if mixture.p_shift is not None:
         i_own = head.i_kv_head * case.M + i_component
         b_x += tl.load(mixture.p_shift + i_own * width + o_d, mask=o_d < width, other=0.0)[None, :]
-    if case.HAS_KEY_MASK:
+    if mixture.p_key_mask is not None:
         # What stands at masked keys may be anything.
         b_x = tl.where(m_j[:, None], b_x, 0.0)
     if case.PRIOR_BY_KEY:
@@ -155,7 +148,7 @@ def merged_features(mixture, head, o_first, case: tl.constexpr, MEETS_PRODUCTS: 
     b_total = tl.zeros([case.BLOCK, case.D], tl.float32)
     b_key = tl.zeros([case.BLOCK, case.D], mixture.key.p_tokens.dtype.element_ty)
     for r in tl.static_range(case.M):
-        if r == 0 or not case.HAS_SHIFT:
+        if r == 0 or mixture.p_shift is None:
             b_key = load_key(mixture, head, r, o_first, case)
             if MEETS_PRODUCTS:
                 b_key = as_product(b_key, case.D)
@@ -169,7 +162,7 @@ def merged_features(mixture, head, o_first, case: tl.constexpr, MEETS_PRODUCTS: 
 def load_values(value, mixture, head, o_first, case: tl.constexpr):
     """``v [BLOCK, DV]`` as an operand, 0 at masked keys."""
     b_value = operand(load_tokens(value, head.i_batch, head.i_kv_head, o_first, case.BLOCK, case.DV), value)
-    if case.HAS_KEY_MASK:
+    if mixture.p_key_mask is not None:
         m_j = load_key_mask(mixture, head, o_first + tl.arange(0, case.BLOCK))
         b_value = tl.where(m_j[:, None], b_value, 0.0)
     return b_value
@@ -206,14 +199,11 @@ def linear_states(
     stride_key_token, stride_value_batch, stride_value_head, stride_value_token, stride_prior_head,
     stride_prior_component, stride_prior_token, num_kv_heads, num_keys, num_segments, blocks_per_segment, width,
     value_width,
-    M: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr, MAP: tl.constexpr, INPUT_PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+    M: tl.constexpr, PRIOR_BY_KEY: tl.constexpr, MAP: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One program for one segment of the keys of one head: its state, ``[B, Hkv, segments, state]``."""
-    case: tl.constexpr = Case(
-        MAP, INPUT_PRECISION, BLOCK, D, DV, M, HAS_SHIFT, HAS_PRIOR, PRIOR_BY_KEY, HAS_KEY_MASK
-    )  # fmt: skip
+    case: tl.constexpr = Case(MAP, BLOCK, D, DV, M, PRIOR_BY_KEY)
     if EVEN:
         width, value_width = D, DV
     key = Tokens(p_key, stride_key_batch, stride_key_head, stride_key_token, num_keys, width)
@@ -230,7 +220,7 @@ def linear_states(
     for o_first in tl.range(first, tl.minimum(first + blocks_per_segment * BLOCK, num_keys), BLOCK):
         b_features = merged_features(mixture, head, o_first, case)
         b_value = load_values(value, mixture, head, o_first, case)
-        b_state = tl.dot(operand(b_features, key).T, b_value, b_state, input_precision=INPUT_PRECISION)
+        b_state = multiply(operand(b_features, key).T, b_value, key, b_state)
         # Rows are added up at the end: threads would have to meet for it in every block.
         b_sum += b_features
     store_state(p_state, tl.program_id(0), b_state, tl.sum(b_sum, 0), D, DV)
@@ -239,7 +229,7 @@ def linear_states(
 @triton.jit(do_not_specialize=["num_segments"])
 def linear_add_states(
     p_state, p_initial, p_sums, num_segments,
-    CAUSAL: tl.constexpr, REVERSE: tl.constexpr, HAS_INITIAL: tl.constexpr, STATE: tl.constexpr, TOGETHER: tl.constexpr,
+    CAUSAL: tl.constexpr, REVERSE: tl.constexpr, STATE: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """One program for some numbers of the states of one head: under causality what each segment finds that is begun
     with (``REVERSE``: from the end) and, last, what all leave, ``[heads, segments + 1, state]``; else that alone."""
@@ -248,7 +238,7 @@ def linear_add_states(
     o_part = (tl.program_id(0) % PARTS) * TOGETHER + tl.arange(0, TOGETHER)
     m_part = o_part < STATE
     b_sum = tl.zeros([TOGETHER], tl.float32)
-    if HAS_INITIAL:
+    if p_initial is not None:
         b_sum += tl.load(p_initial + i_head * STATE + o_part, mask=m_part, other=0.0)
     p_own = p_sums + i_head * ((num_segments + 1) if CAUSAL else 1) * STATE + o_part
     for i in range(num_segments):
@@ -266,9 +256,8 @@ def linear_forward(
     stride_key_component, stride_key_token, stride_value_batch, stride_value_head, stride_value_token,
     stride_prior_head, stride_prior_component, stride_prior_token, num_heads, group_size, num_queries, num_keys,
     num_segments, blocks_per_segment, width, value_width,
-    M: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, BY_SUM: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr,
+    M: tl.constexpr, PRIOR_BY_KEY: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One program for one segment of the queries of one head: ``out``, contiguous, and ``1 / t [B, H, Nq]``, 0 for a
     row that has seen nothing.
@@ -276,9 +265,7 @@ def linear_forward(
     ``p_state``: what keys before the segment have left, or all of them without causality.
     """
     MEETS_PRODUCTS: tl.constexpr = D < 64 or not CAUSAL  # where it was measured to be faster
-    case: tl.constexpr = Case(
-        MAP, INPUT_PRECISION, BLOCK, D, DV, M, HAS_SHIFT, HAS_PRIOR, PRIOR_BY_KEY, HAS_KEY_MASK, BY_SUM
-    )
+    case: tl.constexpr = Case(MAP, BLOCK, D, DV, M, PRIOR_BY_KEY)
     if EVEN:
         width, value_width = D, DV
     query = Tokens(p_query, stride_query_batch, stride_query_head, stride_query_token, num_queries, width)
@@ -300,20 +287,20 @@ def linear_forward(
         b_query = features(as_product(b_query, D) if MEETS_PRODUCTS else b_query.to(tl.float32), MAP)  # [BLOCK, D]
         b_sum = tl.sum(b_query * b_total[None, :], 1)  # [BLOCK]
         b_query = operand(b_query, query)
-        b_out = tl.dot(b_query, operand(b_state, query), input_precision=INPUT_PRECISION)  # [BLOCK, DV]
+        b_out = multiply(b_query, operand(b_state, query), query)  # [BLOCK, DV]
         if CAUSAL:
             # There are as many keys as queries, and they are added chunk by chunk.
             b_features = merged_features(mixture, head, o_first, case, MEETS_PRODUCTS)
             b_value = load_values(value, mixture, head, o_first, case)
             b_total += tl.sum(b_features, 0)
             b_features = operand(b_features, key)
-            b_pair = tl.dot(b_query, b_features.T, input_precision=INPUT_PRECISION)  # [BLOCK, BLOCK]
+            b_pair = multiply(b_query, b_features.T, query)  # [BLOCK, BLOCK]
             b_pair = where_at_least(b_pair, o_i[:, None], o_i[None, :])
             b_sum += tl.sum(b_pair, 1)
-            b_out = tl.dot(operand(b_pair, query), b_value, b_out, input_precision=INPUT_PRECISION)
-            b_state = tl.dot(b_features.T, b_value, b_state, input_precision=INPUT_PRECISION)
+            b_out = multiply(operand(b_pair, query), b_value, query, b_out)
+            b_state = multiply(b_features.T, b_value, key, b_state)
         m_i = o_i < num_queries
-        if not BY_SUM:
+        if p_length is not None:
             b_sum = tl.load(p_length + head.i_batch.to(tl.int64) * num_queries + o_i, mask=m_i, other=1.0)
         # A sum so small that fp32 has no inverse of it is none.
         b_inverse = tl.where(b_sum < 1.2e-38, 0.0, 1.0 / tl.where(b_sum < 1.2e-38, 1.0, b_sum))

@@ -28,6 +28,7 @@ from mgk.ops.triton.kernels.linear import (
     load_state,
     load_values,
     merged_features,
+    multiply,
     operand,
     prior_of_head,
     store_rows,
@@ -41,7 +42,7 @@ class QuerySide(NamedTuple):
 
     query: Tokens
     grad: Tokens  # dO
-    p_delta: tl.tensor  # [B, H, Nq]
+    p_delta: tl.tensor | None  # [B, H, Nq]; None: the sum does not divide
     p_inverse: tl.tensor  # 1 / t, [B, H, Nq]
 
 
@@ -85,15 +86,12 @@ def linear_backward_query(
     stride_grad_batch, stride_grad_head, stride_grad_token,
     stride_prior_head, stride_prior_component, stride_prior_token, num_heads, group_size, num_queries, num_keys,
     num_segments, blocks_per_segment, width, value_width,
-    M: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, BY_SUM: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr,
+    M: tl.constexpr, PRIOR_BY_KEY: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One program for one segment of the queries of one head, as forward: ``dq``, contiguous, and for the kernels after
     it ``delta [B, H, Nq]``."""
-    case: tl.constexpr = Case(
-        MAP, INPUT_PRECISION, BLOCK, D, DV, M, HAS_SHIFT, HAS_PRIOR, PRIOR_BY_KEY, HAS_KEY_MASK, BY_SUM
-    )
+    case: tl.constexpr = Case(MAP, BLOCK, D, DV, M, PRIOR_BY_KEY)
     if EVEN:
         width, value_width = D, DV
     query = Tokens(p_query, stride_query_batch, stride_query_head, stride_query_token, num_queries, width)
@@ -114,7 +112,7 @@ def linear_backward_query(
         m_i = o_i < num_queries
         b_grad_out = load_tokens(grad, head.i_batch, head.i_query_head, o_first, BLOCK, DV)
         b_grad_out = operand(b_grad_out, query)
-        b_grad = tl.dot(b_grad_out, operand(b_state, query).T, input_precision=INPUT_PRECISION)  # [BLOCK, D]
+        b_grad = multiply(b_grad_out, operand(b_state, query).T, query)  # [BLOCK, D]
         # What each row has seen of ``z``, [BLOCK, D].
         b_sums = tl.zeros([BLOCK, D], tl.float32) + b_total[None, :]
         if CAUSAL:
@@ -122,17 +120,17 @@ def linear_backward_query(
             b_value = load_values(value, mixture, head, o_first, case)
             b_total += tl.sum(b_features, 0)
             b_features = operand(b_features, key)
-            b_pair = tl.dot(b_grad_out, b_value.T, input_precision=INPUT_PRECISION)  # [BLOCK, BLOCK]
+            b_pair = multiply(b_grad_out, b_value.T, query)  # [BLOCK, BLOCK]
             b_pair = operand(where_at_least(b_pair, o_i[:, None], o_i[None, :]), query)
-            b_grad = tl.dot(b_pair, b_features, b_grad, input_precision=INPUT_PRECISION)
-            b_state = tl.dot(b_features.T, b_value, b_state, input_precision=INPUT_PRECISION)
-            if BY_SUM:
+            b_grad = multiply(b_pair, b_features, query, b_grad)
+            b_state = multiply(b_features.T, b_value, key, b_state)
+            if p_delta is not None:
                 b_seen = operand(tl.where(o_i[:, None] >= o_i[None, :], 1.0, 0.0), query)
-                b_sums = tl.dot(b_seen, b_features, b_sums, input_precision=INPUT_PRECISION)
+                b_sums = multiply(b_seen, b_features, query, b_sums)
         b_query = load_tokens(query, head.i_batch, head.i_query_head, o_first, BLOCK, D)
         b_query = features(as_product(b_query, D), MAP)
         b_inverse = _load_numbers(p_inverse, head.i_head, o_first, num_queries, BLOCK)
-        if BY_SUM:
+        if p_delta is not None:
             # From the very numbers that it is to cancel, as they were rounded.
             b_delta = -tl.sum(b_query * b_grad, 1) * b_inverse
             tl.store(p_delta + head.i_head.to(tl.int64) * num_queries + o_i, b_delta, mask=m_i)
@@ -157,7 +155,7 @@ def _load_query_side(side, head, o_first, case: tl.constexpr, MEETS_PRODUCTS: tl
     b_query = features(b_query, case.MAP) * b_inverse[:, None]
     b_grad = load_tokens(side.grad, head.i_batch, head.i_query_head, o_first, case.BLOCK, case.DV)
     b_delta = tl.zeros([case.BLOCK], tl.float32)
-    if case.BY_SUM:
+    if side.p_delta is not None:
         b_delta = _load_numbers(side.p_delta, head.i_head, o_first, side.query.length, case.BLOCK)
     return QueryBlock(b_query, operand(b_grad, side.query), b_delta)
 
@@ -167,12 +165,11 @@ def linear_reverse_states(
     p_query, p_grad, p_delta, p_inverse, p_state, stride_query_batch, stride_query_head, stride_query_token,
     stride_grad_batch, stride_grad_head, stride_grad_token, num_heads, group_size, num_queries, num_segments,
     blocks_per_segment, width, value_width,
-    MAP: tl.constexpr, BY_SUM: tl.constexpr, INPUT_PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, EVEN: tl.constexpr,
+    MAP: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """One program for one segment of the queries of one key/value head: ``R`` and ``y``, laid out as ``linear_states``
     does."""
-    case: tl.constexpr = Case(MAP, INPUT_PRECISION, BLOCK, D, DV, BY_SUM=BY_SUM)
+    case: tl.constexpr = Case(MAP, BLOCK, D, DV)
     if EVEN:
         width, value_width = D, DV
     query = Tokens(p_query, stride_query_batch, stride_query_head, stride_query_token, num_queries, width)
@@ -188,25 +185,25 @@ def linear_reverse_states(
         for o_first in tl.range(first, tl.minimum(first + blocks_per_segment * BLOCK, num_queries), BLOCK):
             block = _load_query_side(side, own, o_first, case, False)
             b_query = operand(block.b_query, query)
-            b_state = tl.dot(b_query.T, block.b_grad_out, b_state, input_precision=INPUT_PRECISION)
+            b_state = multiply(b_query.T, block.b_grad_out, query, b_state)
             b_sum += block.b_query * block.b_delta[:, None]
     store_state(p_state, tl.program_id(0), b_state, tl.sum(b_sum, 0), D, DV)
 
 
 @triton.jit
-def _add_value_gradient(b_sum, b_features, block, o_j, query, INPUT_PRECISION: tl.constexpr):
+def _add_value_gradient(b_sum, b_features, block, o_j, query):
     """Add what queries of the same chunk send to values, ``[BLOCK, DV]``. Pairs are transposed, ``[keys, queries]``."""
-    b_pair = tl.dot(b_features, operand(block.b_query, query).T, input_precision=INPUT_PRECISION)
+    b_pair = multiply(b_features, operand(block.b_query, query).T, query)
     b_pair = where_at_least(b_pair, o_j[None, :], o_j[:, None])
-    return tl.dot(operand(b_pair, query), block.b_grad_out, b_sum, input_precision=INPUT_PRECISION)
+    return multiply(operand(b_pair, query), block.b_grad_out, query, b_sum)
 
 
 @triton.jit
-def _add_feature_gradient(b_sum, b_value, block, o_j, query, INPUT_PRECISION: tl.constexpr):
+def _add_feature_gradient(b_sum, b_value, block, o_j, query):
     """Add what they send to features, ``[BLOCK, D]``."""
-    b_pair = tl.dot(b_value, block.b_grad_out.T, input_precision=INPUT_PRECISION) + block.b_delta[None, :]
+    b_pair = multiply(b_value, block.b_grad_out.T, query) + block.b_delta[None, :]
     b_pair = where_at_least(b_pair, o_j[None, :], o_j[:, None])
-    return tl.dot(operand(b_pair, query), operand(block.b_query, query), b_sum, input_precision=INPUT_PRECISION)
+    return multiply(operand(b_pair, query), operand(block.b_query, query), query, b_sum)
 
 
 @triton.jit
@@ -264,32 +261,32 @@ def _store_many_components(
     b_grad_key = tl.zeros([case.BLOCK, case.D], tl.float32)
     b_key = tl.zeros([case.BLOCK, case.D], mixture.key.p_tokens.dtype.element_ty)
     for r in tl.static_range(case.M):
-        if r == 0 or not case.HAS_SHIFT:
+        if r == 0 or mixture.p_shift is None:
             b_key = load_key(mixture, head, r, o_first, case)
         prior = prior_of_head(mixture, head, r, case)
         b_features, b_prior = component(b_key, prior, mixture, head, r, o_first, case)
         b_own, b_chance = _component_gradient(b_grad, b_features * b_prior[:, None], b_prior, case.MAP)
         i_own = head.i_kv_head * case.M + r
         b_chance = tl.sum(b_chance, 1)
-        if case.HAS_PRIOR and case.PRIOR_BY_KEY:
+        if case.PRIOR_BY_KEY:
             _store_by_key(partials.p_prior, b_chance, i_own, head.i_batch, num_samples, o_j, num_keys)
-        elif case.HAS_PRIOR:
+        elif mixture.p_prior is not None:
             _store_prior(partials, b_chance, i_own)
-        if case.HAS_SHIFT:
+        if mixture.p_shift is not None:
             b_grad_key += b_own
             _store_shift(partials, tl.sum(b_own, 0), i_own, case.D)
         else:
             store_rows(p_grad_key, b_own, head.i_kv * case.M + r, o_j, num_keys, width, case.D)
-    if case.HAS_SHIFT:
+    if mixture.p_shift is not None:
         store_rows(p_grad_key, b_grad_key, head.i_kv, o_j, num_keys, width, case.D)
 
 
 @triton.jit
 def _store_sums(partials, b_shift, b_prior, i_own, case: tl.constexpr):
     """The partial sums of one of at most two components: ``b_shift [BLOCK / 16, 8, D]``, ``b_prior [BLOCK, ...]``."""
-    if case.HAS_PRIOR and not case.PRIOR_BY_KEY:
+    if partials.p_prior is not None and not case.PRIOR_BY_KEY:
         _store_prior(partials, tl.sum(b_prior, 1), i_own)
-    if case.HAS_SHIFT:
+    if partials.p_shift is not None:
         _store_shift(partials, tl.sum(tl.sum(b_shift, 0), 0), i_own, case.D)
 
 
@@ -298,16 +295,16 @@ def _store_zeros(partials, head, case: tl.constexpr):
     """The partial sums of a block that there is not."""
     for r in tl.static_range(case.M):
         i_own = head.i_kv_head * case.M + r
-        if case.HAS_PRIOR and not case.PRIOR_BY_KEY:
+        if partials.p_prior is not None and not case.PRIOR_BY_KEY:
             _store_prior(partials, tl.zeros([case.BLOCK], tl.float32), i_own)
-        if case.HAS_SHIFT:
+        if partials.p_shift is not None:
             _store_shift(partials, tl.zeros([case.D], tl.float32), i_own, case.D)
 
 
 @triton.jit
 def _component_of_two(b_key, prior, mixture, head, i_component, o_first, case: tl.constexpr):
     """``prior_r phi(k_jr) [BLOCK, D]``, ``prior_r [BLOCK]`` and the key, which is loaded unless it has been."""
-    if i_component == 0 or not case.HAS_SHIFT:
+    if i_component == 0 or mixture.p_shift is None:
         b_key = as_product(load_key(mixture, head, i_component, o_first, case), case.D)
     b_features, b_prior = component(b_key, prior, mixture, head, i_component, o_first, case)
     return b_features * b_prior[:, None], b_prior, b_key
@@ -315,14 +312,14 @@ def _component_of_two(b_key, prior, mixture, head, i_component, o_first, case: t
 
 @triton.jit
 def _add_to_sums(
-    b_shift, b_prior, b_grad_key, b_chance, p_prior_partial, i_own, head, num_samples, o_j, num_keys, case: tl.constexpr
+    b_shift, b_prior, b_grad_key, b_chance, p_prior_partial, i_own, mixture, head, num_samples, o_j, case: tl.constexpr
 ):
     """Add a block's gradients of one of at most two components to what its program sums up."""
-    if case.HAS_PRIOR and case.PRIOR_BY_KEY:
-        _store_by_key(p_prior_partial, tl.sum(b_chance, 1), i_own, head.i_batch, num_samples, o_j, num_keys)
-    elif case.HAS_PRIOR:
+    if case.PRIOR_BY_KEY:
+        _store_by_key(p_prior_partial, tl.sum(b_chance, 1), i_own, head.i_batch, num_samples, o_j, mixture.key.length)
+    elif mixture.p_prior is not None:
         b_prior += _columns_added(b_chance, case.BLOCK, case.D)
-    if case.HAS_SHIFT:
+    if mixture.p_shift is not None:
         b_shift += _rows_added(b_grad_key, case.BLOCK, case.D)
     return b_shift, b_prior
 
@@ -335,10 +332,8 @@ def linear_backward_key_value(
     stride_value_token, stride_grad_batch, stride_grad_head, stride_grad_token, stride_prior_head,
     stride_prior_component, stride_prior_token, num_heads, group_size, num_queries, num_keys, num_segments,
     blocks_per_segment, num_samples, width, value_width,
-    M: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr,
-    HAS_KEY_MASK: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, BY_SUM: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr,
-    ONE_GROUP: tl.constexpr,
+    M: tl.constexpr, PRIOR_BY_KEY: tl.constexpr, MAP: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, EVEN: tl.constexpr, ONE_GROUP: tl.constexpr,
 ):  # fmt: skip
     """One program for one segment of the keys of one head, from its end: ``dk``, ``dv``, contiguous, and the partial
     sums of shift and prior, one for each segment of each sample or, with more than two components, for each block.
@@ -346,9 +341,7 @@ def linear_backward_key_value(
     ``p_state``: what queries after the segment have left, or all of them without causality.
     """
     MEETS_PRODUCTS: tl.constexpr = D > 32 or M == 1
-    case: tl.constexpr = Case(
-        MAP, INPUT_PRECISION, BLOCK, D, DV, M, HAS_SHIFT, HAS_PRIOR, PRIOR_BY_KEY, HAS_KEY_MASK, BY_SUM
-    )
+    case: tl.constexpr = Case(MAP, BLOCK, D, DV, M, PRIOR_BY_KEY)
     if EVEN:
         width, value_width = D, DV
     query = Tokens(p_query, stride_query_batch, stride_query_head, stride_query_token, num_queries, width)
@@ -389,53 +382,53 @@ def linear_backward_key_value(
         b_features = operand(b_features, key)
         # The values' gradient first, and then it is gone: two at once would not fit into registers.
         b_rounded = operand(b_state, key)
-        b_grad_value = tl.dot(b_features, b_rounded, input_precision=INPUT_PRECISION)  # [BLOCK, DV]
+        b_grad_value = multiply(b_features, b_rounded, key)  # [BLOCK, DV]
         if CAUSAL:
             if ONE_GROUP:
                 block = _load_query_side(side, head, o_first, case, MEETS_PRODUCTS)
-                b_grad_value = _add_value_gradient(b_grad_value, b_features, block, o_j, query, INPUT_PRECISION)
+                b_grad_value = _add_value_gradient(b_grad_value, b_features, block, o_j, query)
             else:
                 for g in range(group_size):
                     own = _member(head, g, num_heads, group_size)
                     block = _load_query_side(side, own, o_first, case, MEETS_PRODUCTS)
-                    b_grad_value = _add_value_gradient(b_grad_value, b_features, block, o_j, query, INPUT_PRECISION)
-        if HAS_KEY_MASK:
+                    b_grad_value = _add_value_gradient(b_grad_value, b_features, block, o_j, query)
+        if p_key_mask is not None:
             b_grad_value = tl.where(load_key_mask(mixture, head, o_j)[:, None], b_grad_value, 0.0)
         store_rows(p_grad_value, b_grad_value, i_kv, o_j, num_keys, value_width, DV)
         b_value = load_values(value, mixture, head, o_first, case)
-        b_grad = tl.dot(b_value, b_rounded.T, input_precision=INPUT_PRECISION) + b_total[None, :]  # [BLOCK, D]
+        b_grad = multiply(b_value, b_rounded.T, key) + b_total[None, :]  # [BLOCK, D]
         if CAUSAL:
             if ONE_GROUP:
-                b_grad = _add_feature_gradient(b_grad, b_value, block, o_j, query, INPUT_PRECISION)
+                b_grad = _add_feature_gradient(b_grad, b_value, block, o_j, query)
                 b_total += tl.sum(block.b_query * block.b_delta[:, None], 0)
                 b_query = operand(block.b_query, query)
-                b_state = tl.dot(b_query.T, block.b_grad_out, b_state, input_precision=INPUT_PRECISION)
+                b_state = multiply(b_query.T, block.b_grad_out, query, b_state)
             else:
                 for g in range(group_size):
                     own = _member(head, g, num_heads, group_size)
                     block = _load_query_side(side, own, o_first, case, MEETS_PRODUCTS)
-                    b_grad = _add_feature_gradient(b_grad, b_value, block, o_j, query, INPUT_PRECISION)
+                    b_grad = _add_feature_gradient(b_grad, b_value, block, o_j, query)
                     b_total += tl.sum(block.b_query * block.b_delta[:, None], 0)
                     b_query = operand(block.b_query, query)
-                    b_state = tl.dot(b_query.T, block.b_grad_out, b_state, input_precision=INPUT_PRECISION)
+                    b_state = multiply(b_query.T, block.b_grad_out, query, b_state)
         if M <= 2:
             i_own = head.i_kv_head * M
             b_grad_key, b_chance = _component_gradient(b_grad, b_first, b_first_prior, MAP)
             b_first_shift, b_first_chance = _add_to_sums(
-                b_first_shift, b_first_chance, b_grad_key, b_chance, p_prior_partial, i_own, head, num_samples, o_j,
-                num_keys, case,
+                b_first_shift, b_first_chance, b_grad_key, b_chance, p_prior_partial, i_own, mixture, head, num_samples,
+                o_j, case,
             )  # fmt: skip
             if M == 2:
                 b_own, b_chance = _component_gradient(b_grad, b_second, b_second_prior, MAP)
                 b_second_shift, b_second_chance = _add_to_sums(
-                    b_second_shift, b_second_chance, b_own, b_chance, p_prior_partial, i_own + 1, head, num_samples,
-                    o_j, num_keys, case,
+                    b_second_shift, b_second_chance, b_own, b_chance, p_prior_partial, i_own + 1, mixture, head,
+                    num_samples, o_j, case,
                 )  # fmt: skip
-                if HAS_SHIFT:
+                if p_shift is not None:
                     b_grad_key += b_own
                 else:
                     store_rows(p_grad_key, b_own, i_kv * M + 1, o_j, num_keys, width, D)
-            store_rows(p_grad_key, b_grad_key, i_kv if HAS_SHIFT else i_kv * M, o_j, num_keys, width, D)
+            store_rows(p_grad_key, b_grad_key, i_kv if p_shift is not None else i_kv * M, o_j, num_keys, width, D)
         else:
             i_partial = (head.i_batch * num_segments + i_segment) * blocks_per_segment + i_block
             num_partials = num_samples * num_segments * blocks_per_segment
@@ -459,14 +452,14 @@ def linear_backward_key_value(
 def linear_add_partials(
     p_shift_partial, p_prior_partial, p_prior, p_grad_shift, p_grad_prior, stride_prior_head, stride_prior_component,
     num_kv_heads, num_partials, width,
-    M: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_PRIOR: tl.constexpr, PRIOR_BY_KEY: tl.constexpr,
-    BY_SUM: tl.constexpr, D: tl.constexpr, TOGETHER: tl.constexpr,
+    M: tl.constexpr, BY_SUM: tl.constexpr, D: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """One program for 16 numbers of the gradient of one shift, and after those one for the priors of each head."""
-    PARTS: tl.constexpr = D // 16 if HAS_SHIFT else 0
+    """One program for 16 numbers of the gradient of one shift, and after those one for the priors of each head, if they
+    are the same for all keys. ``BY_SUM``: the sum divides."""
+    PARTS: tl.constexpr = D // 16 if p_shift_partial is not None else 0
     o_partial = tl.arange(0, TOGETHER)
     i_own = tl.program_id(0) // max(PARTS, 1)
-    if HAS_SHIFT and i_own < num_kv_heads * M:
+    if p_shift_partial is not None and i_own < num_kv_heads * M:
         o_d = (tl.program_id(0) % max(PARTS, 1)) * 16 + tl.arange(0, 16)
         b_shift = tl.zeros([16], tl.float32)
         for first in range(0, num_partials, TOGETHER):
@@ -474,7 +467,7 @@ def linear_add_partials(
             b_partial = tl.load(p_shift_partial + o_rows, mask=(first + o_partial < num_partials)[:, None], other=0.0)
             b_shift += tl.sum(b_partial, 0)
         tl.store(p_grad_shift + i_own * width + o_d, b_shift, mask=o_d < width)
-    elif HAS_PRIOR and not PRIOR_BY_KEY:
+    elif p_prior_partial is not None:
         i_kv_head = tl.program_id(0) - num_kv_heads * M * PARTS
         o_r = tl.arange(0, 8)
         b_priors = tl.zeros([8], tl.float32)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.kernels.dropout import Dropout, rows_unless_dropped
+from mgk.ops.triton.kernels.dropout import dropout_of_rows, rows_unless_dropped
 from mgk.ops.triton.kernels.heads import query_head
 from mgk.ops.triton.kernels.terms import (
     Shifts,
@@ -27,6 +27,8 @@ from mgk.ops.triton.kernels.terms import (
     load_origin,
     load_shift,
     load_terms,
+    of_head,
+    own_terms,
     place,
     second_logit,
     second_weight,
@@ -34,6 +36,7 @@ from mgk.ops.triton.kernels.terms import (
 )
 from mgk.ops.triton.kernels.tiles import (
     HEAD_NUMBERS,
+    LN_2,
     VARYING_WITH_WIDTH,
     Case,
     Keys,
@@ -42,9 +45,10 @@ from mgk.ops.triton.kernels.tiles import (
     load_value,
     partial_products,
     partial_sums,
+    product,
     store_tile,
 )
-from mgk.ops.triton.kernels.visibility import Sequences, Visibility, is_visible, visible_keys
+from mgk.ops.triton.kernels.visibility import Visibility, is_visible, mask_of_head, visible_keys
 
 
 class Rows(NamedTuple):
@@ -73,20 +77,15 @@ def attention_backward_query(
     # numbers
     scale, natural_scale, threshold, keep_scale,
     num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks, width,
-    # the mixture
     M: tl.constexpr, SHARED_KEY: tl.constexpr, TWO_SHIFTS: tl.constexpr, UNFACTORED: tl.constexpr, HARD: tl.constexpr,
-    HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, ONE_VARIANCE: tl.constexpr,
-    # visibility and dropout
-    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr,
-    # how it is computed
-    INPUT_PRECISION: tl.constexpr, GAUSSIAN: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_ORIGIN: tl.constexpr,
-    HAS_GRAD_NORMALISER: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr,
+    GAUSSIAN: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Write ``dq``, the partial sums of the shifts' gradients and, where variances differ, ``drow``."""
     case: tl.constexpr = Case(
-        M, SHARED_KEY, HARD, INPUT_PRECISION, BLOCK_I, BLOCK_J, D, DV, TWO_SHIFTS=TWO_SHIFTS, UNFACTORED=UNFACTORED
+        M, SHARED_KEY, HARD, BLOCK_I, BLOCK_J, D, DV, TWO_SHIFTS=TWO_SHIFTS, UNFACTORED=UNFACTORED
     )
+    ONE_VARIANCE: tl.constexpr = p_inverse_variance is None
     i_block = tl.program_id(0) % num_blocks
     i_head = tl.program_id(0) // num_blocks
     if CAUSAL:
@@ -99,29 +98,29 @@ def attention_backward_query(
             return
 
     terms = Terms(
-        p_row=p_row + i_head.to(tl.int64) * M * padded_queries if HAS_ROW else None,
-        p_column=p_column + head.i_kv.to(tl.int64) * M * padded_keys if HAS_COLUMN else None,
+        p_row=of_head(p_row, i_head, padded_queries, M),
+        p_column=of_head(p_column, head.i_kv, padded_keys, M),
+        p_column_second=of_head(p_column_second, head.i_kv, padded_keys),
         p_inverse_variance=None if ONE_VARIANCE else p_inverse_variance + head.i_kv_head * M,
-        p_column_second=p_column_second + head.i_kv.to(tl.int64) * padded_keys if TWO_SHIFTS else None,
         scale=scale, padded_queries=padded_queries, padded_keys=padded_keys,
     )  # fmt: skip
-    if HAS_MASK:
-        p_mask += head.i_batch.to(tl.int64) * stride_mask_batch + head.i_query_head.to(tl.int64) * stride_mask_head
+    p_mask = mask_of_head(p_mask, head.i_batch, head.i_query_head, stride_mask_batch, stride_mask_head)
     b_row_second = tl.zeros([BLOCK_I], tl.float32)
     if TWO_SHIFTS:
-        b_row_second = tl.load(p_row_second + i_head.to(tl.int64) * padded_queries + place(o_i))
+        b_row_second = own_terms(p_row_second, i_head, padded_queries, o_i)
     dropout = None
-    if DROPOUT:
-        b_row_random = tl.load(p_row_random + i_head.to(tl.int64) * padded_queries + place(o_i))
-        dropout = Dropout(b_row_random, p_column_random + head.i_kv.to(tl.int64) * (padded_keys // 2), threshold)
-    sequences = Sequences(num_queries, num_keys, p_key_range, p_query_range, p_spans, rows_per_span)
-    span = visible_keys(sequences, head.i_batch, o_first, CAUSAL, BLOCK_I, BLOCK_J)
+    if p_row_random is not None:
+        dropout = dropout_of_rows(p_row_random, p_column_random, threshold, head, terms, o_i)
+    span = visible_keys(
+        num_queries, num_keys, p_key_range, p_query_range, p_spans, rows_per_span, head.i_batch, o_first, CAUSAL,
+        BLOCK_I, BLOCK_J,
+    )  # fmt: skip
     visibility = Visibility(num_queries, num_keys, span.causal_offset, p_mask, stride_mask_row, stride_mask_column)
     keys = Keys(d_key, d_value, head.i_batch, head.i_kv_head)
     b_query = load_tile(d_query, head.i_batch, head.i_query_head, o_first, BLOCK_I, D)  # [BLOCK_I, D]
     b_grad_out = load_tile(d_grad_out, head.i_batch, head.i_query_head, o_first, BLOCK_I, DV)  # [BLOCK_I, DV]
-    b_reference = tl.load(p_reference + i_head.to(tl.int64) * padded_queries + place(o_i))
-    b_delta = tl.load(p_delta + i_head.to(tl.int64) * padded_queries + place(o_i))
+    b_reference = own_terms(p_reference, i_head, padded_queries, o_i)
+    b_delta = own_terms(p_delta, i_head, padded_queries, o_i)
     rows = Rows(b_query, b_grad_out, o_i, b_reference, b_delta, b_row_second)
 
     b_grad_query = tl.zeros([BLOCK_I, D], tl.float32)
@@ -139,7 +138,7 @@ def attention_backward_query(
 
     if TWO_SHIFTS:
         b_grad_row = tl.sum(b_grad_row, 1)
-    if DROPOUT:
+    if p_row_random is not None:
         b_grad_query *= keep_scale
         b_grad_row *= keep_scale
     m_i = o_i < num_queries
@@ -147,29 +146,29 @@ def attention_backward_query(
     shifts = Shifts(p_shift, p_origin, width)
     # The partial sums of one component of one key/value head, over samples, query heads and blocks.
     num_partials = (tl.num_programs(0) // (num_heads // group_size)).to(tl.int64)
-    if HAS_SHIFT:
+    if p_shift is not None:
         i_partial = (head.i_batch * group_size + head.i_query_head % group_size) * num_blocks + i_block
         p_query_partials += (head.i_kv_head * M * num_partials + i_partial) * D + o_d
     b_moved_query = b_query.to(tl.float32)
-    if HAS_ORIGIN:
+    if p_origin is not None:
         b_moved_query -= load_origin(shifts, head.i_kv, D)[None, :]
     if TWO_SHIFTS:
-        b_total = tl.zeros([BLOCK_I], tl.float32)
-        if HAS_GRAD_NORMALISER:
+        b_total = None
+        if p_grad_normaliser is not None:
             b_total = tl.load(p_grad_normaliser + i_head.to(tl.int64) * num_queries + o_i, mask=m_i, other=0.0)
-        b_first, b_second = _both_rows(b_grad_row, b_total, rows, m_i, HAS_GRAD_NORMALISER, case)
+        b_first, b_second = _both_rows(b_grad_row, b_total, rows, m_i, case)
         b_shift = load_shift(shifts, head.i_kv_head, 0, M, D)
         b_grad_query += b_first[:, None] * b_shift[None, :]
         b_shift = load_shift(shifts, head.i_kv_head, 1, M, D)
         b_grad_query += b_second[:, None] * b_shift[None, :]
         tl.store(p_query_partials, tl.sum(b_first[:, None] * b_moved_query, 0))
         tl.store(p_query_partials + num_partials * D, tl.sum(b_second[:, None] * b_moved_query, 0))
-    elif HAS_ROW:
+    elif p_row is not None:
         o_r = tl.arange(0, 8)
         for r in tl.static_range(M):
             b_own = tl.sum(tl.where(o_r[None, :] == r, b_grad_row, 0.0), 1)  # [BLOCK_I]
-            b_scaled = b_own if ONE_VARIANCE else b_own * tl.load(terms.p_inverse_variance + r) * 0.6931471805599453
-            if HAS_SHIFT:
+            b_scaled = b_own if ONE_VARIANCE else b_own * tl.load(terms.p_inverse_variance + r) * LN_2
+            if p_shift is not None:
                 b_shift = load_shift(shifts, head.i_kv_head, r, M, D)
                 b_grad_query += b_scaled[:, None] * b_shift[None, :]
                 tl.store(p_query_partials + r * num_partials * D, tl.sum(b_own[:, None] * b_moved_query, 0))
@@ -183,14 +182,14 @@ def attention_backward_query(
 
 
 @triton.jit
-def _both_rows(b_grad_row, b_total, rows, m_i, HAS_GRAD_NORMALISER: tl.constexpr, case: tl.constexpr):
+def _both_rows(b_grad_row, b_total, rows, m_i, case: tl.constexpr):
     """``drow`` of both shifted keys from that of one, ``[BLOCK_I]`` each.
 
     The logits of a row rise and fall together with its normaliser alone: what one component does not get, the other
-    does. ``total`` is the gradient of the normaliser.
+    does. ``total`` is the gradient of the normaliser, ``None`` if it has none.
     """
     b_other = -b_grad_row
-    if HAS_GRAD_NORMALISER:
+    if b_total is not None:
         b_other += tl.where(rows.b_reference == float("inf"), 0.0, b_total)
     # Rows beyond the end have no gradient, but what stands for their query is not zero once it is moved.
     b_other = tl.where(m_i, b_other, 0.0)
@@ -208,7 +207,7 @@ def _gather(
     """Add what one block of keys sends back to the block of queries."""
     o_columns = o_j + tl.arange(0, case.BLOCK_J)
     b_value = load_value(keys, o_j, case)
-    b_grad_weight = tl.dot(rows.b_grad_out, b_value.T, input_precision=case.INPUT_PRECISION)  # [BLOCK_I, BLOCK_J]
+    b_grad_weight = product(rows.b_grad_out, b_value.T)  # [BLOCK_I, BLOCK_J]
     if dropout is not None:
         AS_PRODUCT: tl.constexpr = rows.b_query.dtype != tl.float32 and visibility.p_mask is None
         b_grad_weight = rows_unless_dropped(b_grad_weight, dropout, o_j, AS_PRODUCT)
@@ -238,7 +237,7 @@ def _where_seen(m_seen, b_weight):
 def _gather_two_shifts(b_grad_query, b_grad_row, b_grad_weight, m_seen, rows, keys, terms, o_j, case: tl.constexpr):
     """Two shifted keys of one variance share the product, and the gradient of the key."""
     b_key = load_key(keys, 0, o_j, case)  # [BLOCK_J, D]
-    b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)  # [BLOCK_I, BLOCK_J]
+    b_product = product(rows.b_query, b_key.T)  # [BLOCK_I, BLOCK_J]
     IN_ORDER: tl.constexpr = rows.b_query.dtype == tl.float32
     p_second_column = terms.p_column + terms.padded_keys
     if case.HARD:
@@ -278,7 +277,7 @@ def _gather_two_shifts(b_grad_query, b_grad_row, b_grad_weight, m_seen, rows, ke
     else:
         b_ratio = rows.b_second[:, None] * load_terms(terms.p_column_second, o_j, case.BLOCK_J)[None, :]
         b_grad_logit = b_first + b_first * b_ratio
-    b_grad_query = tl.dot(b_grad_logit.to(b_key.dtype), b_key, b_grad_query, input_precision=case.INPUT_PRECISION)
+    b_grad_query = product(b_grad_logit.to(b_key.dtype), b_key, b_grad_query)
     # What the first component has of it; of a hard choice in half precision the second, which is less work.
     if not case.HARD:
         b_grad_row += partial_sums(b_first)
@@ -296,9 +295,9 @@ def _gather_best_of_two(b_grad_query, b_grad_row, b_grad_weight, m_seen, rows, k
     b_second_key = load_key(keys, 1, o_j, case)
     b_first_scale = component_scale(terms, 0)
     b_second_scale = component_scale(terms, 1)
-    b_first = tl.dot(rows.b_query, b_first_key.T, input_precision=case.INPUT_PRECISION)
+    b_first = product(rows.b_query, b_first_key.T)
     b_first = component_logit(b_first, terms, 0, rows.o_i, o_j, rows.b_reference, rows.b_query, FINITE=True)
-    b_second = tl.dot(rows.b_query, b_second_key.T, input_precision=case.INPUT_PRECISION)
+    b_second = product(rows.b_query, b_second_key.T)
     b_second = component_logit(b_second, terms, 1, rows.o_i, o_j, rows.b_reference, rows.b_query, FINITE=True)
     b_weight = _where_seen(m_seen, weight_of(tl.maximum(b_first, b_second), rows.b_query))
     b_responsibility = hard_responsibility(b_first - b_second)
@@ -310,14 +309,10 @@ def _gather_best_of_two(b_grad_query, b_grad_row, b_grad_weight, m_seen, rows, k
         b_grad_row += tl.where(o_r[None, :] == 0, tl.sum(b_first, 1)[:, None], 0.0)
         b_grad_row += tl.where(o_r[None, :] == 1, tl.sum(b_second, 1)[:, None], 0.0)
     if terms.p_inverse_variance is not None:
-        b_first *= b_first_scale * 0.6931471805599453
-        b_second *= b_second_scale * 0.6931471805599453
-    b_grad_query = tl.dot(
-        b_first.to(b_first_key.dtype), b_first_key, b_grad_query, input_precision=case.INPUT_PRECISION
-    )
-    b_grad_query = tl.dot(
-        b_second.to(b_second_key.dtype), b_second_key, b_grad_query, input_precision=case.INPUT_PRECISION
-    )
+        b_first *= b_first_scale * LN_2
+        b_second *= b_second_scale * LN_2
+    b_grad_query = product(b_first.to(b_first_key.dtype), b_first_key, b_grad_query)
+    b_grad_query = product(b_second.to(b_second_key.dtype), b_second_key, b_grad_query)
     return b_grad_query, b_grad_row
 
 
@@ -330,14 +325,14 @@ def _gather_components(b_grad_query, b_grad_row, b_grad_weight, m_seen, rows, ke
     if case.HARD and case.M > 2:
         for r in tl.static_range(case.M):
             b_key = load_key(keys, r, o_j, case)
-            b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)
+            b_product = product(rows.b_query, b_key.T)
             b_logit = component_logit(b_product, terms, r, rows.o_i, o_j, rows.b_reference, rows.b_query)
             b_ties = tl.where(b_logit > b_best, 1.0, b_ties + (b_logit == b_best).to(tl.float32))
             b_best = tl.maximum(b_best, b_logit)
         b_ties = tl.maximum(b_ties, 1.0)
     for r in tl.static_range(case.M):
         b_key = load_key(keys, r, o_j, case)
-        b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)
+        b_product = product(rows.b_query, b_key.T)
         b_logit = component_logit(b_product, terms, r, rows.o_i, o_j, rows.b_reference, rows.b_query)
         b_weight = weight_of(b_logit, rows.b_query)
         if case.HARD and case.M > 2:
@@ -346,6 +341,6 @@ def _gather_components(b_grad_query, b_grad_row, b_grad_weight, m_seen, rows, ke
         if terms.p_row is not None:
             b_grad_row += tl.where(o_r[None, :] == r, tl.sum(b_grad_logit, 1)[:, None], 0.0)
         if terms.p_inverse_variance is not None:
-            b_grad_logit *= component_scale(terms, r) * 0.6931471805599453
-        b_grad_query = tl.dot(b_grad_logit.to(b_key.dtype), b_key, b_grad_query, input_precision=case.INPUT_PRECISION)
+            b_grad_logit *= component_scale(terms, r) * LN_2
+        b_grad_query = product(b_grad_logit.to(b_key.dtype), b_key, b_grad_query)
     return b_grad_query, b_grad_row

@@ -13,11 +13,29 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from mgk.ops.triton.kernels.dropout import Dropout, rows_unless_dropped
+from mgk.ops.triton.kernels.dropout import dropout_of_rows, rows_unless_dropped
 from mgk.ops.triton.kernels.heads import query_head
-from mgk.ops.triton.kernels.terms import Terms, component_logit, load_terms, place, second_logit, second_weight
-from mgk.ops.triton.kernels.tiles import HEAD_NUMBERS, VARYING_WITH_WIDTH, Case, Tokens, load_tokens
-from mgk.ops.triton.kernels.visibility import Sequences, Visibility, is_visible, visible_keys
+from mgk.ops.triton.kernels.terms import (
+    Terms,
+    component_logit,
+    load_terms,
+    of_head,
+    own_terms,
+    place,
+    second_logit,
+    second_weight,
+)
+from mgk.ops.triton.kernels.tiles import (
+    HEAD_NUMBERS,
+    LN_2,
+    VARYING_WITH_WIDTH,
+    Case,
+    Tokens,
+    load_tokens,
+    product,
+    stand_in,
+)
+from mgk.ops.triton.kernels.visibility import Visibility, is_visible, mask_of_head, visible_keys
 
 MOST_ROWS_TOGETHER = tl.constexpr(1024)
 """Rows that a program looks at before it ends."""
@@ -46,19 +64,17 @@ def attention_repair(
     # numbers
     scale, threshold, keep_scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys,
     num_blocks, blocks_together, width, value_width,
-    # constants
-    M: tl.constexpr, SHARED_KEY: tl.constexpr, HARD: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr,
-    ONE_VARIANCE: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr,
-    PACKED: tl.constexpr, HAS_LEVEL: tl.constexpr, DROPOUT: tl.constexpr, INPUT_PRECISION: tl.constexpr,
-    RELATIVE: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    M: tl.constexpr, SHARED_KEY: tl.constexpr, HARD: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Attend again, exactly, for the rows whose normaliser is NaN. Most programs find none and end: each looks at some
     blocks together, since to start a program takes longer than that.
 
-    ``RELATIVE``: there are two shifted keys of one variance, whose logits are made as the other kernels make them,
+    ``row_second``: there are two shifted keys of one variance, whose logits are made as the other kernels make them,
     without the first row term. In fp32 they must be rounded alike, see ``less_reference`` in terms.py.
     """
-    case: tl.constexpr = Case(M, SHARED_KEY, HARD, INPUT_PRECISION, BLOCK_I, BLOCK_J, D, DV, TWO_SHIFTS=RELATIVE)
+    RELATIVE: tl.constexpr = p_row_second is not None
+    case: tl.constexpr = Case(M, SHARED_KEY, HARD, BLOCK_I, BLOCK_J, D, DV, TWO_SHIFTS=RELATIVE)
     num_programs = (num_blocks + blocks_together - 1) // blocks_together
     i_first = tl.program_id(0) % num_programs * blocks_together
     i_head = tl.program_id(0) // num_programs
@@ -77,17 +93,17 @@ def attention_repair(
             head = query_head(i_head, num_heads, group_size)
             i_batch, i_query_head, i_kv_head, _, i_kv = head
             terms = Terms(
-                p_row=p_row + i_head.to(tl.int64) * M * padded_queries if HAS_ROW else None,
-                p_column=p_column + i_kv.to(tl.int64) * M * padded_keys if HAS_COLUMN else None,
-                p_inverse_variance=None if ONE_VARIANCE else p_inverse_variance + i_kv_head * M,
-                p_column_second=p_column_second + i_kv.to(tl.int64) * padded_keys if RELATIVE else None,
+                p_row=of_head(p_row, i_head, padded_queries, M),
+                p_column=of_head(p_column, i_kv, padded_keys, M),
+                p_column_second=of_head(p_column_second, i_kv, padded_keys),
+                p_inverse_variance=None if p_inverse_variance is None else p_inverse_variance + i_kv_head * M,
                 scale=scale, padded_queries=padded_queries, padded_keys=padded_keys,
             )  # fmt: skip
-            p_own_mask = p_mask
-            if HAS_MASK:
-                p_own_mask += i_batch.to(tl.int64) * stride_mask_batch + i_query_head.to(tl.int64) * stride_mask_head
-            sequences = Sequences(num_queries, num_keys, p_key_range, p_query_range, p_spans, rows_per_span)
-            span = visible_keys(sequences, i_batch, o_first, CAUSAL, BLOCK_I, BLOCK_J)
+            span = visible_keys(
+                num_queries, num_keys, p_key_range, p_query_range, p_spans, rows_per_span, i_batch, o_first, CAUSAL,
+                BLOCK_I, BLOCK_J,
+            )  # fmt: skip
+            p_own_mask = mask_of_head(p_mask, i_batch, i_query_head, stride_mask_batch, stride_mask_head)
             visibility = Visibility(
                 num_queries, num_keys, span.causal_offset, p_own_mask, stride_mask_row, stride_mask_column
             )
@@ -97,12 +113,11 @@ def attention_repair(
             b_query = load_tokens(queries, i_batch, i_query_head, o_first, BLOCK_I, D)
             b_second = None
             if RELATIVE:
-                b_second = tl.load(p_row_second + i_head.to(tl.int64) * padded_queries + place(o_i))
+                b_second = own_terms(p_row_second, i_head, padded_queries, o_i)
             rows = Rows(o_i, b_query, b_second)
             dropout = None
-            if DROPOUT:
-                b_row_random = tl.load(p_row_random + i_head.to(tl.int64) * padded_queries + place(o_i))
-                dropout = Dropout(b_row_random, p_column_random + i_kv.to(tl.int64) * (padded_keys // 2), threshold)
+            if p_row_random is not None:
+                dropout = dropout_of_rows(p_row_random, p_column_random, threshold, head, terms, o_i)
             b_out = tl.zeros([BLOCK_I, DV], tl.float32)
             b_sum = tl.zeros([BLOCK_I], tl.float32)
             b_maximum = tl.full([BLOCK_I], float("-inf"), tl.float32)
@@ -113,9 +128,9 @@ def attention_repair(
             b_exact = b_maximum + tl.math.log2(b_sum)
             if RELATIVE:
                 b_exact += tl.load(terms.p_row + place(o_i))
-            if HAS_LEVEL:
+            if p_level is not None:
                 b_exact += tl.load(p_level + i_kv)
-            b_exact *= 0.6931471805599453
+            b_exact *= LN_2
             b_exact = tl.where(b_sum == 0.0, float("-inf"), b_exact)
             m_write = (o_i < num_queries) & m_unsafe
             tl.store(p_normaliser + o_i, b_exact, mask=m_write)
@@ -146,7 +161,7 @@ def _attend_exactly(
         if r == 0 or not case.SHARED_KEY:
             i_key_head = head.i_kv_head if case.SHARED_KEY else head.i_kv_head * case.M + r
             b_key = load_tokens(keys, head.i_batch, i_key_head, o_j, case.BLOCK_J, case.D)  # [BLOCK_J, D]
-            b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)
+            b_product = product(rows.b_query, b_key.T)
         b_logit = component_logit(b_product, terms, r, rows.o_i, o_j, b_zero, rows.b_query)
         b_logit = tl.where(m_seen, b_logit, float("-inf"))
         if case.HARD:
@@ -154,16 +169,12 @@ def _attend_exactly(
             b_logit = b_best
         if not case.HARD or r == case.M - 1:
             b_new = tl.maximum(b_maximum, tl.max(b_logit, 1))
-            # Nothing seen so far: any finite stand-in keeps exp(-inf - stand-in) = 0.
-            b_stand_in = tl.where(b_new == float("-inf"), 0.0, b_new)
-            b_weight = tl.math.exp2(b_logit - b_stand_in[:, None])
-            b_decay = tl.math.exp2(b_maximum - b_stand_in)
+            b_weight = tl.math.exp2(b_logit - stand_in(b_new)[:, None])
+            b_decay = tl.math.exp2(b_maximum - stand_in(b_new))
             b_sum = b_sum * b_decay + tl.sum(b_weight, 1)
             if dropout is not None:
                 b_weight = rows_unless_dropped(b_weight, dropout, o_j, False)
-            b_out = tl.dot(
-                b_weight.to(b_value.dtype), b_value, b_out * b_decay[:, None], input_precision=case.INPUT_PRECISION
-            )
+            b_out = product(b_weight.to(b_value.dtype), b_value, b_out * b_decay[:, None])
             b_maximum = b_new
     return b_out, b_sum, b_maximum
 
@@ -174,7 +185,7 @@ def _attend_to_two_shifts(
 ):
     """The same for two shifted keys of one variance, whose logits are taken without the first row term."""
     b_key = load_tokens(keys, head.i_batch, head.i_kv_head, o_j, case.BLOCK_J, case.D)  # [BLOCK_J, D]
-    b_product = tl.dot(rows.b_query, b_key.T, input_precision=case.INPUT_PRECISION)  # [BLOCK_I, BLOCK_J]
+    b_product = product(rows.b_query, b_key.T)  # [BLOCK_I, BLOCK_J]
     b_column = load_terms(terms.p_column, o_j, case.BLOCK_J)
     if case.HARD:
         b_bias = rows.b_second[:, None] + load_terms(terms.p_column + terms.padded_keys, o_j, case.BLOCK_J)[None, :]
@@ -186,15 +197,13 @@ def _attend_to_two_shifts(
     b_first = tl.where(m_seen, b_first, float("-inf"))
     b_second = tl.where(m_seen, b_second, float("-inf"))
     b_new = tl.maximum(b_maximum, tl.max(tl.maximum(b_first, b_second), 1))
-    # Nothing seen so far: any finite stand-in keeps exp(-inf - stand-in) = 0.
-    b_stand_in = tl.where(b_new == float("-inf"), 0.0, b_new)[:, None]
-    b_weight = tl.math.exp2(b_first - b_stand_in)
+    b_weight = tl.math.exp2(b_first - stand_in(b_new)[:, None])
     if not case.HARD:
         b_ratio = rows.b_second[:, None] * load_terms(terms.p_column_second, o_j, case.BLOCK_J)[None, :]
-        b_weight += second_weight(b_weight, b_ratio, tl.math.exp2(b_second - b_stand_in))
-    b_decay = tl.math.exp2(b_maximum - tl.where(b_new == float("-inf"), 0.0, b_new))
+        b_weight += second_weight(b_weight, b_ratio, tl.math.exp2(b_second - stand_in(b_new)[:, None]))
+    b_decay = tl.math.exp2(b_maximum - stand_in(b_new))
     b_sum = b_sum * b_decay + tl.sum(b_weight, 1)
     if dropout is not None:
         b_weight = rows_unless_dropped(b_weight, dropout, o_j, False)
-    b_out = tl.dot(b_weight, b_value, b_out * b_decay[:, None], input_precision=case.INPUT_PRECISION)
+    b_out = product(b_weight, b_value, b_out * b_decay[:, None])
     return b_out, b_sum, b_new

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 
 from mgk.ops.triton.kernels.heads import query_head
-from mgk.ops.triton.kernels.terms import Terms, component_logit
-from mgk.ops.triton.kernels.tiles import VARYING_WITH_WIDTH, Case, Keys, load_key, load_tile
-from mgk.ops.triton.kernels.visibility import Sequences, Visibility, is_visible, visible_keys
+from mgk.ops.triton.kernels.terms import Terms, component_logit, of_head
+from mgk.ops.triton.kernels.tiles import VARYING_WITH_WIDTH, Case, Keys, load_key, load_tile, product
+from mgk.ops.triton.kernels.visibility import Visibility, is_visible, mask_of_head, visible_keys
 
 
 @triton.jit(do_not_specialize=VARYING_WITH_WIDTH)
@@ -23,32 +23,29 @@ def responsibilities(
     rows_per_span,
     # numbers
     scale, num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks,
-    # constants
-    M: tl.constexpr, SHARED_KEY: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr,
-    ONE_VARIANCE: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_QUERY_MASK: tl.constexpr,
-    PACKED: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    M: tl.constexpr, SHARED_KEY: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Each program sums ``p(r | i, j)`` over its queries and all keys they see into ``sums [programs, 8]``."""
-    case: tl.constexpr = Case(M, SHARED_KEY, False, INPUT_PRECISION, BLOCK_I, BLOCK_J, D, D)
+    case: tl.constexpr = Case(M, SHARED_KEY, False, BLOCK_I, BLOCK_J, D, D)
     i_block = tl.program_id(0) % num_blocks
     i_head = tl.program_id(0) // num_blocks
     head = query_head(i_head, num_heads, group_size)
     o_first = i_block * BLOCK_I
     o_i = o_first + tl.arange(0, BLOCK_I)
     terms = Terms(
-        p_row=p_row + i_head.to(tl.int64) * M * padded_queries if HAS_ROW else None,
-        p_column=p_column + head.i_kv.to(tl.int64) * M * padded_keys if HAS_COLUMN else None,
-        p_inverse_variance=None if ONE_VARIANCE else p_inverse_variance + head.i_kv_head * M,
+        p_row=of_head(p_row, i_head, padded_queries, M),
+        p_column=of_head(p_column, head.i_kv, padded_keys, M),
+        p_inverse_variance=None if p_inverse_variance is None else p_inverse_variance + head.i_kv_head * M,
         scale=scale, padded_queries=padded_queries, padded_keys=padded_keys,
     )  # fmt: skip
-    if HAS_MASK:
-        p_mask += head.i_batch.to(tl.int64) * stride_mask_batch + head.i_query_head.to(tl.int64) * stride_mask_head
     m_i = o_i < num_queries
-    if HAS_QUERY_MASK:
+    if p_query_mask is not None:
         m_i = m_i & (tl.load(p_query_mask + head.i_batch.to(tl.int64) * num_queries + o_i, mask=m_i, other=0) != 0)
-    sequences = Sequences(num_queries, num_keys, None, None, p_spans, rows_per_span)
-    span = visible_keys(sequences, head.i_batch, o_first, CAUSAL, BLOCK_I, BLOCK_J)
+    span = visible_keys(
+        num_queries, num_keys, None, None, p_spans, rows_per_span, head.i_batch, o_first, CAUSAL, BLOCK_I, BLOCK_J
+    )
+    p_mask = mask_of_head(p_mask, head.i_batch, head.i_query_head, stride_mask_batch, stride_mask_head)
     visibility = Visibility(num_queries, num_keys, span.causal_offset, p_mask, stride_mask_row, stride_mask_column)
     keys = Keys(d_key, d_key, head.i_batch, head.i_kv_head)
 
@@ -78,6 +75,6 @@ def responsibilities(
 def _logit(b_query, keys, terms, i_component, o_i, o_j, case: tl.constexpr):
     """The logits of one component, ``[BLOCK_I, BLOCK_J]``."""
     b_key = load_key(keys, i_component, o_j, case)  # [BLOCK_J, D]
-    b_product = tl.dot(b_query, b_key.T, input_precision=case.INPUT_PRECISION)
+    b_product = product(b_query, b_key.T)
     b_zero = tl.zeros([case.BLOCK_I], tl.float32)
     return component_logit(b_product, terms, i_component, o_i, o_j, b_zero, b_query)

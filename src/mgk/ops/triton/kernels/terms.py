@@ -81,6 +81,19 @@ def load_terms(p_terms, o_first, COUNT: tl.constexpr):
     return in_order(tl.load(p_terms + o_first + tl.arange(0, COUNT)))
 
 
+@triton.jit
+def own_terms(p_terms, i_head, length, o_own):
+    """Terms of the program's own tokens, which are tokens of the head that is number ``i_head`` of all."""
+    return tl.load(p_terms + i_head.to(tl.int64) * length + place(o_own))
+
+
+@triton.jit  # noqa: RET503 (to fall off the end is the one way to return None in Triton)
+def of_head(p_terms, i_head, length, M: tl.constexpr = 1):
+    """Where the terms of head ``i_head`` of all begin, ``[M, length]``; ``None`` stays ``None``."""
+    if p_terms is not None:
+        return p_terms + i_head.to(tl.int64) * M * length
+
+
 _FOUR_TERMS = tl.constexpr(
     "{ .reg .u64 address; cvt.u64.u32 address, $4; add.u64 address, address, $8;"
     " ld.global.nc.v4.f32 {$0, $1, $2, $3}, [address]; }"

@@ -30,6 +30,8 @@ VARYING_WITH_WIDTH = [*VARYING, "width", "value_width"]
 
 # Read once, as Triton does when it meets a kernel.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+LN_2 = tl.constexpr(0.6931471805599453)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Case(NamedTuple):
@@ -41,8 +43,6 @@ class Case(NamedTuple):
     """one key for all components: there is one component, or keys are shifted"""
     HARD: tl.constexpr
     """the best component answers alone"""
-    INPUT_PRECISION: tl.constexpr
-    """of products in fp32"""
     BLOCK_I: tl.constexpr
     BLOCK_J: tl.constexpr
     D: tl.constexpr
@@ -55,6 +55,14 @@ class Case(NamedTuple):
     """two projected keys of one variance, multiplied side by side"""
     UNFACTORED: tl.constexpr = False
     """two shifted keys too far apart for a common factor: one exponential for each"""
+    GAUSSIAN: tl.constexpr = False
+    """the similarity is a distance"""
+    HAS_LEVEL: tl.constexpr = False
+    """columns hold the level of the logits, so that forward needs no reference"""
+    AWAIT_PRODUCTS: tl.constexpr = False
+    """see :func:`awaited`"""
+    DIRECT: tl.constexpr = False
+    """see :func:`mgk.ops.triton.kernels.terms.terms_at`"""
 
 
 class Keys(NamedTuple):
@@ -103,31 +111,31 @@ def store_tile(d_tensor, i_batch, i_head, o_first, b_tile):
 
 
 @triton.jit
-def load_rows(
-    p_tensor, stride_batch, stride_head, stride_token, i_batch, i_head, o_first, length, width,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """What :func:`load_tile` reads, without a descriptor: for kernels that are small or rarely run, since a descriptor
-    costs the host time."""
-    # Rows start at multiples of 16 bytes: `layout.aligned` has seen to it, and this tells the compiler. (The stride
-    # of an axis of length one may be anything, times zero.)
-    STEP: tl.constexpr = 128 // p_tensor.dtype.element_ty.primitive_bitwidth
-    stride_batch = stride_batch // STEP * STEP
-    stride_head = stride_head // STEP * STEP
-    stride_token = stride_token // STEP * STEP
-    o_row = o_first + tl.arange(0, ROWS)[:, None]
-    o_d = tl.arange(0, WIDTH)[None, :]
-    p_tensor += i_batch.to(tl.int64) * stride_batch + i_head.to(tl.int64) * stride_head
-    return tl.load(p_tensor + o_row.to(tl.int64) * stride_token + o_d, mask=(o_row < length) & (o_d < width), other=0.0)
+def apart(stride, p_tokens):
+    """A stride of which the compiler knows that rows start at multiples of 16 bytes: ``layout.aligned`` has seen to it.
+    (The stride of an axis of length one may be anything, times zero.)"""
+    STEP: tl.constexpr = 128 // p_tokens.dtype.element_ty.primitive_bitwidth
+    return stride // STEP * STEP
 
 
 @triton.jit
 def load_tokens(tokens, i_batch, i_head, o_first, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """:func:`load_rows` of a tensor that has been bundled."""
-    return load_rows(
-        tokens.p_tokens, tokens.stride_batch, tokens.stride_head, tokens.stride_token, i_batch, i_head, o_first,
-        tokens.length, tokens.width, ROWS, WIDTH,
-    )  # fmt: skip
+    """What :func:`load_tile` reads, without a descriptor: for kernels that are small or rarely run, since a descriptor
+    costs the host time."""
+    p_tokens, stride_batch, stride_head, stride_token, length, width = tokens
+    stride_batch = apart(stride_batch, p_tokens)
+    stride_head = apart(stride_head, p_tokens)
+    stride_token = apart(stride_token, p_tokens)
+    o_row = o_first + tl.arange(0, ROWS)[:, None]
+    o_d = tl.arange(0, WIDTH)[None, :]
+    p_tokens += i_batch.to(tl.int64) * stride_batch + i_head.to(tl.int64) * stride_head
+    return tl.load(p_tokens + o_row.to(tl.int64) * stride_token + o_d, mask=(o_row < length) & (o_d < width), other=0.0)
+
+
+@triton.jit
+def product(b_left, b_right, b_sum=None):
+    """``left right`` in fp32, added to ``sum`` if there is one. Products of fp32 are exact (no TF32)."""
+    return tl.dot(b_left, b_right, b_sum, input_precision="ieee")
 
 
 @triton.jit
@@ -168,13 +176,19 @@ def as_product(b_x, D: tl.constexpr):
 
 
 @triton.jit
+def stand_in(b_maximum):
+    """A running maximum, or 0 where nothing has been seen: any finite number keeps exp(-inf - number) = 0."""
+    return tl.where(b_maximum == float("-inf"), 0.0, b_maximum)
+
+
+@triton.jit
 def fast_exp(b_x):
     """``exp``, 0 where fp32 has but few bits for it: to look after those takes longer than the exponential. Nor does
     the compiler repeat it much, as it repeats others where a block is needed in two layouts."""
     if INTERPRETED:
         return tl.exp(b_x)
     return tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [b_x * 1.4426950408889634], dtype=tl.float32, is_pure=False, pack=1
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [b_x * LOG2_E], dtype=tl.float32, is_pure=False, pack=1
     )
 
 

@@ -16,6 +16,7 @@ from mgk.ops.triton.kernels.key_value_gradients import Queries
 from mgk.ops.triton.kernels.terms import finite, hard_responsibility, less_reference, load_terms, place, weight_of
 from mgk.ops.triton.kernels.tiles import (
     HEAD_NUMBERS,
+    LN_2,
     VARYING_WITH_WIDTH,
     Case,
     Keys,
@@ -23,9 +24,10 @@ from mgk.ops.triton.kernels.tiles import (
     load_tile,
     load_value,
     partial_sums,
+    product,
     store_tile,
 )
-from mgk.ops.triton.kernels.visibility import Sequences, Visibility, is_visible, visible_queries
+from mgk.ops.triton.kernels.visibility import Visibility, is_visible, mask_of_head, visible_queries
 
 
 class TwoKeys(NamedTuple):
@@ -66,14 +68,14 @@ def attention_backward_two_keys(
     # numbers
     scale, natural_scale, threshold, keep_scale,
     num_heads, group_size, num_queries, num_keys, padded_queries, padded_keys, num_blocks,
-    # constants
-    HARD: tl.constexpr, HAS_ROW: tl.constexpr, HAS_COLUMN: tl.constexpr, ONE_VARIANCE: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_RANGE: tl.constexpr, PACKED: tl.constexpr, DROPOUT: tl.constexpr,
-    INPUT_PRECISION: tl.constexpr, GAUSSIAN: tl.constexpr,
+    HARD: tl.constexpr, GAUSSIAN: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Write both ``dk``, ``dv``, both ``dcolumn`` and both ``dscale``."""
-    case: tl.constexpr = Case(2, False, HARD, INPUT_PRECISION, BLOCK_I, BLOCK_J, D, DV)
+    case: tl.constexpr = Case(2, False, HARD, BLOCK_I, BLOCK_J, D, DV)
+    ONE_VARIANCE: tl.constexpr = p_inverse_variance is None
+    DROPOUT: tl.constexpr = p_row_random is not None
+    HAS_COLUMN: tl.constexpr = p_column is not None
     i_block = tl.program_id(0) % num_blocks
     i_kv = tl.program_id(0) // num_blocks
     num_kv_heads = num_heads // group_size
@@ -82,8 +84,10 @@ def attention_backward_two_keys(
     i_kv_head = i_kv % num_kv_heads
     o_first = i_block * BLOCK_J
     o_j = o_first + tl.arange(0, BLOCK_J)
-    sequences = Sequences(num_queries, num_keys, p_key_range, p_query_range, p_spans, rows_per_span)
-    span = visible_queries(sequences, i_batch, o_first, CAUSAL, BLOCK_I, BLOCK_J)
+    span = visible_queries(
+        num_queries, num_keys, p_key_range, p_query_range, p_spans, rows_per_span, i_batch, o_first, CAUSAL, BLOCK_I,
+        BLOCK_J,
+    )  # fmt: skip
 
     keys = Keys(d_key, d_value, i_batch, i_kv_head)
     b_value = load_value(keys, o_first, case)  # [BLOCK_J, DV]
@@ -109,11 +113,8 @@ def attention_backward_two_keys(
     for g in range(group_size):
         i_query_head = i_kv_head * group_size + g
         i_head = (i_batch * num_heads + i_query_head).to(tl.int64)
-        p_own_row = p_row + 2 * i_head * padded_queries if HAS_ROW else None
-        p_own_mask = p_mask
-        if HAS_MASK:
-            p_own_mask += i_batch.to(tl.int64) * stride_mask_batch
-            p_own_mask += i_query_head.to(tl.int64) * stride_mask_head
+        p_own_row = p_row + 2 * i_head * padded_queries if p_row is not None else None
+        p_own_mask = mask_of_head(p_mask, i_batch, i_query_head, stride_mask_batch, stride_mask_head)
         visibility = Visibility(
             num_queries, num_keys, span.causal_offset, p_own_mask, stride_mask_row, stride_mask_column
         )
@@ -127,18 +128,9 @@ def attention_backward_two_keys(
                 )  # fmt: skip
         for o_i in tl.range(span.full, span.end, BLOCK_I):
             gradients = _gather(
-                gradients,
-                columns,
-                queries,
-                p_own_row,
-                padded_queries,
-                visibility,
-                dropout,
-                o_i,
-                HAS_COLUMN,
-                False,
+                gradients, columns, queries, p_own_row, padded_queries, visibility, dropout, o_i, HAS_COLUMN, False,
                 case,
-            )
+            )  # fmt: skip
 
     for r in tl.static_range(2):
         b_key = b_first_key if r == 0 else b_second_key
@@ -147,9 +139,7 @@ def attention_backward_two_keys(
         if DROPOUT:
             b_grad_key *= keep_scale
             b_sum *= keep_scale
-        b_natural = (
-            natural_scale if ONE_VARIANCE else tl.load(p_inverse_variance + 2 * i_kv_head + r) * 0.6931471805599453
-        )
+        b_natural = natural_scale if ONE_VARIANCE else tl.load(p_inverse_variance + 2 * i_kv_head + r) * LN_2
         o_column = ((2 * i_kv_head + r) * num_samples + i_batch).to(tl.int64) * num_keys + o_j
         if HAS_COLUMN:
             tl.store(p_grad_column + o_column, b_sum, mask=o_j < num_keys)
@@ -185,14 +175,14 @@ def _gather(
         b_first_row += load_terms(p_row, o_i, case.BLOCK_I)
         b_second_row += load_terms(p_row + padded_queries, o_i, case.BLOCK_I)
     b_delta = load_terms(p_delta, o_i, case.BLOCK_I)
-    b_first = tl.dot(columns.b_first_key, b_query.T, input_precision=case.INPUT_PRECISION) * columns.first_scale
-    b_second = tl.dot(columns.b_second_key, b_query.T, input_precision=case.INPUT_PRECISION) * columns.second_scale
+    b_first = product(columns.b_first_key, b_query.T) * columns.first_scale
+    b_second = product(columns.b_second_key, b_query.T) * columns.second_scale
     b_first += b_first_row[None, :] + columns.b_first_column[:, None]
     b_second += b_second_row[None, :] + columns.b_second_column[:, None]
     if IN_ORDER:
         b_first = less_reference(b_first, b_reference, TRANSPOSED=True, FINITE=True)
         b_second = less_reference(b_second, b_reference, TRANSPOSED=True, FINITE=True)
-    b_grad_weight = tl.dot(columns.b_value, b_grad_out.T, input_precision=case.INPUT_PRECISION)
+    b_grad_weight = product(columns.b_value, b_grad_out.T)
     if case.HARD:
         b_responsibility = hard_responsibility(b_first - b_second)
         b_weight = weight_of(tl.maximum(b_first, b_second), b_query)
@@ -227,7 +217,7 @@ def _gather(
         b_first_sum += partial_sums(b_first)
         b_second_sum += partial_sums(b_second)
     b_kept_weight = b_kept_weight.to(b_grad_out.dtype)
-    b_grad_value = tl.dot(b_kept_weight, b_grad_out, b_grad_value, input_precision=case.INPUT_PRECISION)
-    b_first_grad = tl.dot(b_first.to(b_query.dtype), b_query, b_first_grad, input_precision=case.INPUT_PRECISION)
-    b_second_grad = tl.dot(b_second.to(b_query.dtype), b_query, b_second_grad, input_precision=case.INPUT_PRECISION)
+    b_grad_value = product(b_kept_weight, b_grad_out, b_grad_value)
+    b_first_grad = product(b_first.to(b_query.dtype), b_query, b_first_grad)
+    b_second_grad = product(b_second.to(b_query.dtype), b_query, b_second_grad)
     return Gradients(b_grad_value, b_first_grad, b_second_grad, b_first_sum, b_second_sum)

@@ -8,21 +8,6 @@ import triton
 import triton.language as tl
 
 
-class Sequences(NamedTuple):
-    """Where the tokens of a sample lie: all of them, those of a range (padding), or several sequences (packed)."""
-
-    num_queries: tl.tensor
-    num_keys: tl.tensor
-    p_key_range: tl.tensor | None
-    """``[B, 2]``: the first valid key of a sample and one past its last; ``None``: all are valid"""
-    p_query_range: tl.tensor | None
-    """the same for queries"""
-    p_spans: tl.tensor | None
-    """``[length / rows_per_span, 3]``: for every so many tokens the first token of the other side that they may see,
-    one past the last, and the causal offset; ``None``: not packed"""
-    rows_per_span: tl.tensor
-
-
 class Span(NamedTuple):
     """The keys that a block of queries sees, or the queries that see a block of keys."""
 
@@ -59,25 +44,30 @@ def is_visible(o_rows, o_columns, visibility, CAUSAL: tl.constexpr):
     return m_seen
 
 
+@triton.jit  # noqa: RET503 (as `of_head` in terms.py)
+def mask_of_head(p_mask, i_batch, i_query_head, stride_batch, stride_head):
+    """Where the mask of pairs of one head begins; ``None`` stays ``None``."""
+    if p_mask is not None:
+        return p_mask + (i_batch.to(tl.int64) * stride_batch + i_query_head.to(tl.int64) * stride_head)
+
+
 @triton.jit
-def visible_keys(sequences, i_batch, o_first, CAUSAL: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
-    """The :class:`Span` of keys that the block of queries from ``o_first`` on sees; up to ``full`` each sees all."""
-    first_key = 0
-    end_key = sequences.num_keys
-    causal_offset = sequences.num_keys - sequences.num_queries
-    if sequences.p_key_range is not None:
-        first_key = tl.load(sequences.p_key_range + 2 * i_batch) // BLOCK_J * BLOCK_J
-        end_key = tl.load(sequences.p_key_range + 2 * i_batch + 1)
-        first_query = tl.load(sequences.p_query_range + 2 * i_batch)
-        end_query = tl.load(sequences.p_query_range + 2 * i_batch + 1)
-        if (o_first >= end_query) | (o_first + BLOCK_I <= first_query):
-            end_key = 0
-    if sequences.p_spans is not None:
-        # No block holds tokens of two sequences.
-        p_span = sequences.p_spans + 3 * (o_first // sequences.rows_per_span)
-        first_key = tl.load(p_span)
-        end_key = tl.load(p_span + 1)
-        causal_offset = tl.load(p_span + 2)
+def visible_keys(
+    num_queries, num_keys, p_key_range, p_query_range, p_spans, rows_per_span, i_batch, o_first,
+    CAUSAL: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    """The :class:`Span` of keys that the block of queries from ``o_first`` on sees; up to ``full`` each sees all.
+
+    Args:
+        p_key_range: ``[B, 2]``, the first valid key of a sample and one past its last (padding); ``None``: all are.
+        p_query_range: the same for queries.
+        p_spans: of packed sequences, ``[length / rows_per_span, 3]``: for every so many tokens the first token of the
+            other side that they may see, one past the last, and the causal offset; ``None``: not packed.
+    """
+    first_key, end_key, causal_offset = _tokens_of_sequence(
+        num_keys, num_keys - num_queries, p_key_range, p_query_range, p_spans, rows_per_span, i_batch, o_first,
+        BLOCK_I, BLOCK_J,
+    )  # fmt: skip
     end_full = end_key
     if CAUSAL:
         end_key = tl.maximum(tl.minimum(end_key, o_first + BLOCK_I + causal_offset), 0)
@@ -87,23 +77,15 @@ def visible_keys(sequences, i_batch, o_first, CAUSAL: tl.constexpr, BLOCK_I: tl.
 
 
 @triton.jit
-def visible_queries(sequences, i_batch, o_first, CAUSAL: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
+def visible_queries(
+    num_queries, num_keys, p_key_range, p_query_range, p_spans, rows_per_span, i_batch, o_first,
+    CAUSAL: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
     """The :class:`Span` of queries that see the block of keys from ``o_first`` on; from ``full`` on each sees all."""
-    first_query = 0
-    end_query = sequences.num_queries
-    causal_offset = sequences.num_keys - sequences.num_queries
-    if sequences.p_key_range is not None:
-        first_query = tl.load(sequences.p_query_range + 2 * i_batch) // BLOCK_I * BLOCK_I
-        end_query = tl.load(sequences.p_query_range + 2 * i_batch + 1)
-        first_key = tl.load(sequences.p_key_range + 2 * i_batch)
-        end_key = tl.load(sequences.p_key_range + 2 * i_batch + 1)
-        if (o_first >= end_key) | (o_first + BLOCK_J <= first_key):
-            end_query = 0
-    if sequences.p_spans is not None:
-        p_span = sequences.p_spans + 3 * (o_first // sequences.rows_per_span)
-        first_query = tl.load(p_span)
-        end_query = tl.load(p_span + 1)
-        causal_offset = tl.load(p_span + 2)
+    first_query, end_query, causal_offset = _tokens_of_sequence(
+        num_queries, num_keys - num_queries, p_query_range, p_key_range, p_spans, rows_per_span, i_batch, o_first,
+        BLOCK_J, BLOCK_I,
+    )  # fmt: skip
     first_full = first_query
     if CAUSAL:
         diagonal = tl.maximum(o_first - causal_offset, 0)
@@ -112,3 +94,28 @@ def visible_queries(sequences, i_batch, o_first, CAUSAL: tl.constexpr, BLOCK_I: 
         first_full = tl.maximum((first_full + BLOCK_I - 1) // BLOCK_I * BLOCK_I, first_query)
         first_full = tl.minimum(first_full, tl.maximum((end_query + BLOCK_I - 1) // BLOCK_I * BLOCK_I, first_query))
     return Span(first_query, first_full, end_query, causal_offset)
+
+
+@triton.jit
+def _tokens_of_sequence(
+    num_others, causal_offset, p_range, p_own_range, p_spans, rows_per_span, i_batch, o_first,
+    BLOCK_OWN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Tokens of the other side, in blocks of ``BLOCK``, that the block of own ones from ``o_first`` on may see without
+    causality: the first, one past the last, and the causal offset."""
+    first = 0
+    end = num_others
+    if p_range is not None:
+        first = tl.load(p_range + 2 * i_batch) // BLOCK * BLOCK
+        end = tl.load(p_range + 2 * i_batch + 1)
+        first_own = tl.load(p_own_range + 2 * i_batch)
+        end_own = tl.load(p_own_range + 2 * i_batch + 1)
+        if (o_first >= end_own) | (o_first + BLOCK_OWN <= first_own):
+            end = 0
+    if p_spans is not None:
+        # No block holds tokens of two sequences.
+        p_span = p_spans + 3 * (o_first // rows_per_span)
+        first = tl.load(p_span)
+        end = tl.load(p_span + 1)
+        causal_offset = tl.load(p_span + 2)
+    return first, end, causal_offset

@@ -25,7 +25,6 @@ class Case(NamedTuple):
 
     TWO_SHIFTS: gl.constexpr
     HARD: gl.constexpr
-    HAS_ORIGIN: gl.constexpr
     HAS_LEVEL: gl.constexpr
     CAUSAL: gl.constexpr
     PING_PONG: gl.constexpr

@@ -102,20 +102,19 @@ def attention_forward_wide(
     d_query, d_key, d_value, d_out, d_column, d_other, p_row, p_row_second, p_unfactored, p_level, p_shift, p_origin,
     p_normaliser, scale, num_heads, group_size, num_queries, num_keys, padded_queries, num_tiles, num_rows,
     num_blocks, section, width, largest_ratio, lowest_sum, highest_sum, margin,
-    TWO_SHIFTS: gl.constexpr, HARD: gl.constexpr, HAS_ORIGIN: gl.constexpr, HAS_LEVEL: gl.constexpr,
-    CAUSAL: gl.constexpr, PING_PONG: gl.constexpr, STAGES: gl.constexpr, BLOCK_J: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr,
+    TWO_SHIFTS: gl.constexpr, HARD: gl.constexpr, CAUSAL: gl.constexpr, PING_PONG: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_J: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
 ):  # fmt: skip
     """Write ``out [B, H, Nq, Dv]`` and ``normaliser [B, H, Nq]`` (natural logarithm, NaN where unsafe); for two shifted
     keys also ``row`` and ``row_second``, as :func:`mgk.ops.triton.kernels.forward.attention_forward` does.
 
     ``d_other`` holds what two shifted keys have for a column beside the first term: ``column_second``, or the second
     term if the choice is hard; then both terms are not scaled yet, so that products can be added to them.
-    ``HAS_LEVEL``: columns hold the level of the logits. Without it the logits are dot products of one component, which
-    have no columns, and weights are taken against the row's largest logit in the first block. Under causality there
-    are no more queries than keys.
+    Where columns hold no level, the logits are dot products of one component, which have no columns, and weights are
+    taken against the row's largest logit in the first block. Under causality there are no more queries than keys.
     """
-    case: gl.constexpr = Case(TWO_SHIFTS, HARD, HAS_ORIGIN, HAS_LEVEL, CAUSAL, PING_PONG, STAGES, BLOCK_J, D, DV)
+    HAS_LEVEL: gl.constexpr = p_level is not None
+    case: gl.constexpr = Case(TWO_SHIFTS, HARD, HAS_LEVEL, CAUSAL, PING_PONG, STAGES, BLOCK_J, D, DV)
     sizes = Sizes(
         num_heads, group_size, num_queries, num_keys, padded_queries, num_tiles, num_rows, num_blocks, section, width
     )
@@ -333,7 +332,7 @@ def _load_shifts(pointers, tile, sizes, case: gl.constexpr):
     b_second = _load_shift(p_first + width, width, case.D, layout)
     first_origin = 0.0
     second_origin = 0.0
-    if case.HAS_ORIGIN:
+    if pointers.p_origin is not None:
         p_origin = pointers.p_origin + tile.i_kv * case.D
         first_origin = _shifted_origin(p_first, p_origin, width, case.D)
         second_origin = _shifted_origin(p_first + width, p_origin, width, case.D)
