@@ -7,8 +7,8 @@ of this Python and, if asked, of others::
     python benchmarks/compile_everywhere.py --only softmax --architecture 90
     python benchmarks/compile_everywhere.py --python newer/bin/python --write   # and into docs/kernels.md
 
-The other needs torch beside its Triton, and nothing else; the library is the one beside this file. What is on record of
-versions and architectures that are not asked for stays there.
+The other needs what the library needs for training beside its Triton; the library is the one beside this file. What is
+on record of versions and architectures that are not asked for stays there.
 """
 
 from __future__ import annotations
