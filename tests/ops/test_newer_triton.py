@@ -75,7 +75,7 @@ def test_products_and_sums_are_fused_whatever_the_default(monkeypatch, tmp_path)
     strides, numbers = out.stride()[:3], (2, 1, 128, 128, 1, 32)
     arguments = (out, out, row, None, None, None, row, row, *strides, *strides, 1.0, *numbers)
     tile = tuning.Tile(0, 0, 2, 1)
-    one = specialise(gradient_sums.attention_delta, arguments, (1, False, False, False, 128, 32), tile)
+    one = specialise(gradient_sums.attention_delta, arguments, (128, 32), tile)
     assert one.compile().metadata.enable_fp_fusion
 
 
