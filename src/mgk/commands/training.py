@@ -274,7 +274,7 @@ def default_run(config: RunConfig, runs: Path = RUNS) -> Path:
 
 
 def check_folder(what: str, folder: Path | None) -> None:
-    """Check that a folder can be written to. That comes after the training, when all the time is spent."""
+    """Check before the training that a folder can be written to, because nothing is written there until it is over."""
     if folder is None:
         return
     try:
