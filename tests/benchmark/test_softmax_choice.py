@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from mgk.benchmark import result
@@ -90,4 +91,39 @@ def test_the_command_writes_what_the_library_reads(tmp_path):
 def test_the_table_of_the_library_is_that_of_the_committed_run():
     table = json.loads(softmax_kernel.PATH.read_text())
     run = ROOT / "results" / "bench" / table["source"]
-    assert table == choose(result.read(run), run.name), "run mgk bench choose results/bench/attention-h200.json"
+    padded = json.loads((ROOT / "results" / "bench" / "padded-softmax-h200.json").read_text())
+    assert table == choose(result.read(run), run.name, padded), "run mgk bench choose as docs/benchmarks.md says"
+
+
+def test_padded_batches_are_measured_by_themselves():
+    """A call takes its host's time at least, and the faster one of the stock ways is what we compare with."""
+    forward, training = {"fused": 4.0, "mask": 8.0, "columns": 9.0}, {"fused": 9.0, "mask": 18.0, "columns": 10.0}
+    ms = {f"{way} {name}": each[way] for name, each in (("forward", forward), ("training", training)) for way in each}
+    size = {"batch": 2, "heads": 8, "tokens": 1024, "head_dim": 64}
+    host = {**dict.fromkeys(ms, 0.1), "fused training": 9.9}
+    padded = {"device": "NVIDIA H200", "dtype": "bfloat16", "rows": [{**size, "ms": ms, "host_ms": host}]}
+    found = choose(measured((1, 1024, 20.0, 30.0)), "a.json", padded)["faster"]
+    assert [(each["padded"], each["direction"], each["tokens"], each["gain"]) for each in found] == [
+        (True, "forward", 1024, 2.0)
+    ]
+    with pytest.raises(ValueError, match="padded batches must be measured on NVIDIA H200, too, got another"):
+        choose(measured((1, 1024, 20.0, 30.0)), "a.json", {**padded, "device": "another"})
+
+
+def test_the_docs_have_the_table_of_padded_batches(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import padded_softmax
+
+    table = padded_softmax.table(json.loads(padded_softmax.RESULT.read_text()))
+    assert table in padded_softmax.PAGE.read_text(), "run python benchmarks/padded_softmax.py --write"
+
+
+@pytest.mark.parametrize("way", ["mask", "columns"])
+def test_padded_candidates_are_right(way, monkeypatch):
+    """And a wrong one would be found."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import padded_softmax
+
+    shape, cpu = (2, 2, 96, 32), torch.device("cpu")
+    assert padded_softmax.error(padded_softmax.WAYS[way], shape, cpu) < padded_softmax.CAP
+    assert padded_softmax.error(lambda q, k, v, valid: padded_softmax.mask(q, k, v, valid | True), shape, cpu) > 0.1

@@ -75,7 +75,8 @@ def check(case: dict, backend: str) -> None:
     slack = 0.02 * max(abs(low), abs(high)) + 1e-6
     assert (out >= min(low, 0) - slack).all()
     assert (out <= max(high, 0) + slack).all()
-    in_half = backend == "sdpa" and case["query"].device.type not in sdpa.FLOAT32_DEVICES
+    # What `auto` chooses is not known here: plain softmax may go to the stock kernels.
+    in_half = backend in ("sdpa", "auto") and case["query"].device.type not in sdpa.FLOAT32_DEVICES
     for name, gradient in gradients.items():
         if case["query"].dtype != torch.float16:
             assert gradient.isfinite().all(), name

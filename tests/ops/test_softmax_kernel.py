@@ -16,8 +16,9 @@ from mgk.ops.validation import make_problem
 ROOT = Path(__file__).parents[2]
 ARCHITECTURE = softmax_kernel.architecture
 TABLE = (
-    Faster("sm90", torch.bfloat16, 32, False, False, tokens=128, queries=1024),
-    Faster("sm90", torch.bfloat16, 64, True, True, tokens=256, queries=1024),
+    Faster("sm90", torch.bfloat16, 32, False, False, False, tokens=128, queries=1024),
+    Faster("sm90", torch.bfloat16, 64, True, False, True, tokens=256, queries=1024),
+    Faster("sm90", torch.bfloat16, 32, False, True, True, tokens=128, queries=1024),
 )
 
 
@@ -58,6 +59,7 @@ def test_what_was_measured_to_be_faster_is_ours():
         {"kv_heads": 2}, {"keys": 256}, {"value_dim": 64}, {"variance": torch.ones(1)},
         {"key_mask": torch.ones(2, 128, dtype=torch.bool)}, {"query_mask": torch.ones(2, 128, dtype=torch.bool)},
         {"attn_mask": torch.ones(128, 128, dtype=torch.bool)},
+        {"attn_mask": torch.ones(128, 128, dtype=torch.bool), "key_mask": torch.ones(2, 128, dtype=torch.bool)},
         {"tokens": 255, "head_dim": 64, "is_causal": True, "requires_grad": True},
         {"tokens": 256, "head_dim": 64, "is_causal": True},
     ],
@@ -66,6 +68,17 @@ def test_what_was_measured_to_be_faster_is_ours():
 def test_everything_else_keeps_the_stock_kernels(other):
     # Here, on a CPU, dropout would have them materialise its pairs.
     assert backend(**other) == ("chunked" if "dropout_p" in other else "sdpa")
+
+
+def test_a_mask_of_keys_is_another_case():
+    """Queries are masked with it where a sequence attends to itself, which costs nothing."""
+    mask = torch.ones(2, 128, dtype=torch.bool)
+    assert backend(requires_grad=True, key_mask=mask) == "triton"
+    assert backend(requires_grad=True, key_mask=mask, query_mask=mask) == "triton"
+    for other in ({}, {"is_causal": True, "requires_grad": True}, {"head_dim": 64, "requires_grad": True}):
+        assert backend(key_mask=mask, **other) == "sdpa"
+    with softmax_kernel.ignored():
+        assert backend(requires_grad=True, key_mask=mask) == "sdpa"
 
 
 def test_auto_takes_what_the_committed_run_found_faster(monkeypatch):

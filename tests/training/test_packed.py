@@ -4,6 +4,7 @@ import pytest
 import torch
 from training_cases import contents, different, make_config, make_trainer, take_steps
 
+from mgk.data.kind import no_progress
 from mgk.training import CheckpointError, checkpoint, snapshot
 from mgk.training.loop import CHECKPOINTS, STEP
 from mgk.training.task import Share, build_task
@@ -93,6 +94,31 @@ def test_packing_is_left_to_the_machine():
     for share in (Share(device=torch.device("cuda")), Share(device=torch.device("cpu"), precision=torch.bfloat16)):
         assert not share.packs(make_config())
     assert Share(device=torch.device("cpu")).packs(make_config(data={"pack": True}))
+
+
+def test_on_a_gpu_evaluation_is_packed_as_training_is(corpora, monkeypatch):
+    """With the same score, and whatever fills up does not count. On a CPU padding is faster."""
+    cpu = Share(device=torch.device("cpu"))
+    for task in ("classification", "pairs"):
+        scores, packs = [], []
+        for data in ({}, {"pack": True, "multiple_of": 32}):
+            config = make_config(task, data=data)
+            assert not cpu.packs_evaluation(config)
+            assert Share(device=torch.device("cuda"), precision=torch.bfloat16).packs_evaluation(config)
+            monkeypatch.setattr(Share, "packs_evaluation", Share.packs)
+            kind = build_task(config, corpora(task))
+            torch.manual_seed(0)
+            model = kind.build_model()
+            model.register_forward_pre_hook(
+                lambda _, args, inputs, seen=packs: seen.append("cu_seq_lens_q" in inputs), with_kwargs=True
+            )
+            scores.append(kind.test(model, "valid", cpu, no_progress))
+            monkeypatch.undo()
+        (padded, items), (packed, packed_items) = scores
+        assert packed == pytest.approx(padded, rel=1e-5)
+        assert packed_items == items
+        assert {*packs[: len(packs) // 2]} == {False}
+        assert {*packs[len(packs) // 2 :]} == {True}
 
 
 def test_a_run_goes_on_as_it_began(corpora, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -62,6 +63,9 @@ def write_table(
 
 def write_choice(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON file of mgk bench attention on a GPU.")],
+    padded: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="JSON file of benchmarks/padded_softmax.py on that GPU.")
+    ] = None,
     to: Annotated[
         Path | None, typer.Option("--to", help="Table to write; default: the one that the library reads.")
     ] = None,
@@ -73,7 +77,8 @@ def write_choice(
     from mgk.training.result import write
 
     path = softmax_kernel.PATH if to is None else to
-    found = choose(result.read(file), file.name)
+    masked = None if padded is None else json.loads(padded.read_text(encoding="utf-8"))
+    found = choose(result.read(file), file.name, masked)
     write(path, found)
     if not found["faster"]:
         typer.echo("nothing to choose: plain softmax keeps the stock kernels everywhere")

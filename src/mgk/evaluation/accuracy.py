@@ -95,11 +95,12 @@ def _tally(
         for turn, batch in take_turns(batches, rank, ranks, device, progress, "accuracy"):
             outputs = model(**batch)
             if turn.counts:
-                labels = batch["labels"]
-                found = outputs.logits.argmax(dim=-1) == labels
-                sums[0] += outputs.loss.double() * len(labels)
+                # A packed batch may end with a sequence that only fills it up, and has no label.
+                count = len(batches.rows(0, turn.number))
+                found = (outputs.logits.argmax(dim=-1) == batch["labels"])[:count]
+                sums[0] += outputs.loss.double() * count
                 sums[1] += found.sum()
-                sums[2] += len(labels)
+                sums[2] += count
                 hits.append(found)
                 numbers.append(turn.number)
     if not isinstance(batches, Samples):
@@ -119,8 +120,9 @@ def in_order_of_length(
     second: NDArray[np.int64] | None = None,
     longest: int = 4096,
     multiple_of: int = 1,
+    pack: bool = False,
 ) -> Samples:
-    """Return every sample once, in batches of similar length, which need little padding.
+    """Return every sample once, in batches of similar length, which need little padding, or packed ones.
 
     The longest samples come first, so that a batch that does not fit into memory fails at once. The arguments are those
     of :class:`Samples`.
@@ -145,6 +147,7 @@ def in_order_of_length(
         places=order,
         longest=longest,
         multiple_of=multiple_of,
+        pack=pack,
         shuffle=False,
         drop_last=False,
     )

@@ -292,15 +292,15 @@ def without_autocast(problem: MixtureProblem) -> AbstractContextManager[object]:
 
 
 def _fused_is_fastest(problem: MixtureProblem) -> bool:
-    """Whether the fused kernels are the fastest: on a GPU in half precision, for plain softmax if a table says so.
+    """Whether the fused kernels are the fastest: on a GPU in half precision, for plain softmax only where it is known.
 
     In fp32 neither our kernels nor the stock ones use tensor cores, because the products are exact. And a few queries
     with gradients do not fill a block: a single program would walk through all the keys.
     """
     if not is_half_on_gpu(problem):
         return False
-    if sdpa.is_plain_softmax(problem):
-        return softmax_kernel.is_faster(problem)
+    if sdpa.is_plain_softmax(problem) and not softmax_kernel.is_faster(problem):
+        return False
     return problem.query.shape[2] >= FEWEST_QUERIES or fused.is_step(problem)
 
 

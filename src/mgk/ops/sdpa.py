@@ -319,15 +319,22 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     """Softmax attention of ``query [B, H, Nq, D]`` over ``key [B, Hkv, Nk * repeat, D]`` under the problem's masks.
 
-    The first column, if any, is the bias per key; it also carries the key mask.
+    The first column, if any, is the bias per key. It also carries the key mask, unless neither columns nor another mask
+    are needed: then a mask is less work than a column.
     """
     repeat = key.shape[2] // problem.key.shape[3]
     group, num_queries, value_dim = problem.group_size, query.shape[2], value.shape[-1]
     if repeat > 1:
         value = value.repeat_interleave(repeat, dim=2)
+    masked_by_pair = problem.attn_mask is not None or (problem.is_causal and num_queries > 1)
     hidden = _hidden_keys(problem)
     if hidden is not None:
         hidden = hidden.repeat_interleave(repeat, dim=-1)
+    key_mask: Tensor | None = None
+    if hidden is not None and len(columns) == 0 and not masked_by_pair:
+        # Rows without a key may see all keys here; they are zeroed afterwards.
+        key_mask = (~hidden | hidden.all(dim=-1, keepdim=True))[:, :, None]
+    elif hidden is not None:
         bias = columns[0][1] if len(columns) > 0 else torch.zeros_like(key[..., 0], dtype=problem.compute_dtype)
         columns = [(None, bias.masked_fill(hidden, 0.0)), *columns[1:]]
         # The bound is doubled so that the margin is not rounded away where the bound is large.
@@ -348,7 +355,6 @@ def _attend(
     query, key = _widened(query, for_query, width), _widened(key, for_key, width)
     value = _widened(value, for_value, width)
 
-    masked_by_pair = problem.attn_mask is not None or (problem.is_causal and num_queries > 1)
     if group > 1 and not masked_by_pair:
         query = query.unflatten(1, (-1, group)).flatten(2, 3)
     elif group > 1:
@@ -364,7 +370,7 @@ def _attend(
     if problem.attn_mask is not None:
         out = stock(query, key, value, attn_mask=_pair_mask(problem, repeat))
     elif not masked_by_pair:
-        out = stock(query, key, value)
+        out = stock(query, key, value, attn_mask=key_mask)
     elif repeat == 1 and problem.causal_offset == 0:
         out = stock(query, key, value, is_causal=True)
     else:

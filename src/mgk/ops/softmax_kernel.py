@@ -1,7 +1,8 @@
 """Table of the measured cases in which our kernel computes plain softmax attention faster than the stock kernels.
 
-``mgk bench choose`` writes it to ``softmax_kernel.json`` from the JSON of ``mgk bench attention``; it is never edited
-by hand. A call that resembles no measured one keeps the stock kernels.
+``mgk bench choose`` writes it to ``softmax_kernel.json`` from the JSON of ``mgk bench attention`` and of
+``benchmarks/padded_softmax.py``; it is never edited by hand. A call that resembles no measured one keeps the stock
+kernels.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class Faster(NamedTuple):
     dtype: torch.dtype
     head_dim: int
     is_causal: bool
+    is_padded: bool
+    """Whether there is a mask of keys"""
     needs_gradient: bool
     """Whether forward and backward were timed together, or forward without gradients"""
     tokens: int
@@ -41,8 +44,8 @@ def read(path: Path = PATH) -> tuple[Faster, ...]:
     return tuple(
         Faster(
             architecture=each["architecture"], dtype=getattr(torch, each["dtype"]), head_dim=each["head_dim"],
-            is_causal=each["causal"], needs_gradient=each["direction"] == "training", tokens=each["tokens"],
-            queries=each["queries"],
+            is_causal=each["causal"], is_padded=each.get("padded", False),
+            needs_gradient=each["direction"] == "training", tokens=each["tokens"], queries=each["queries"],
         )
         for each in json.loads(path.read_text(encoding="utf-8"))["faster"]
     )  # fmt: skip
@@ -53,14 +56,13 @@ _table = read()
 
 
 def is_faster(problem: MixtureProblem) -> bool:
-    """Whether the table has our kernel faster for a call of plain softmax on a GPU, which it must support."""
+    """Whether our kernel is faster for a call of plain softmax on a GPU, which it must support."""
     if not _table:
         return False
     batch, heads, tokens, head_dim = problem.query.shape
     is_measured_kind = (
         problem.dropout_p == 0
-        and problem.key_mask is None
-        and problem.query_mask is None
+        and (problem.query_mask is None or problem.key_mask is not None)
         and problem.attn_mask is None
         and isinstance(problem.variance, float)
         and problem.key.shape[1] == heads
@@ -78,6 +80,7 @@ def is_faster(problem: MixtureProblem) -> bool:
             each.architecture == name
             and each.dtype == problem.query.dtype
             and each.is_causal == problem.is_causal
+            and each.is_padded == (problem.key_mask is not None)
             and each.needs_gradient == needs_gradient
             and each.head_dim == head_dim
             and tokens >= each.tokens

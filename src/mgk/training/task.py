@@ -75,6 +75,10 @@ class Share:
         is_fused = self.device.type == "cuda" and self.precision is not None
         return is_fused and data.pad_to is None and not config.model.is_linear and not config.model.has_em_prior
 
+    def packs_evaluation(self, config: RunConfig) -> bool:
+        """Whether the batches of validations and tests are packed: on a GPU, if those of training are."""
+        return self.device.type == "cuda" and self.packs(config)
+
     def training_multiple_of(self, config: RunConfig) -> int:
         """The same of training batches, or what the tokens of a packed one are rounded up to."""
         if config.data.multiple_of is not None or not self.packs(config):
@@ -236,10 +240,11 @@ class Classification(CommonTask):
         self, model: nn.Module, split: str, share: Share, progress: Progress
     ) -> tuple[dict[str, float], dict[str, Any] | None]:
         content = self.corpus.splits[split]
+        pack = share.packs_evaluation(self.config)
         batches = in_order_of_length(
             self._sequences(content), content.numbers["labels"], self.config.validation.batch_size,
             content.numbers.get("first"), content.numbers.get("second"), self.config.data.longest,
-            share.multiple_of(self.config),
+            share.training_multiple_of(self.config) if pack else share.multiple_of(self.config), pack,
         )  # fmt: skip
         score = accuracy(
             model, _limited(batches, self.config, split), device=share.device, precision=share.precision,
