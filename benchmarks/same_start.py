@@ -9,11 +9,13 @@ the losses and the step of escape are then those of the control, our training do
 
     python benchmarks/same_start.py path/to/Nystromformer --heads 8 --dropout 0 --seed 0
     python benchmarks/same_start.py path/to/Nystromformer --every --time 540   # all controls at once, on a GPU
+    python benchmarks/same_start.py path/to/Nystromformer --heads 8 --dropout 0.1 --seeds 0 1 2 3 --only weights
 
 Without dropout the two runs differ only in how numbers are rounded. The recipe is ``lra/listops`` or
 ``lra/listops-dropout-0``; ``--set`` changes it, which a result says in its configuration. Results go to
 ``results/controls/``, next to those of the control, and the page ``fidelity`` compares the two. With ``--to`` runs have
-a folder, and go on there if they were stopped.
+a folder, and go on there if they were stopped. With ``--only`` a run takes the weights and our batches, or the batches
+and our weights, which tells what of the start decides when a run leaves the plateau; no control is needed for that.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from mgk.commands.sweep.mps import MultiProcessService
 from mgk.data.registry import open_corpus
 from mgk.data.store import Corpus
 from mgk.models import import_checkpoint
-from mgk.reproduction.controls import Control, read_controls
+from mgk.reproduction.controls import read_controls
 from mgk.reproduction.results import CONTROLS
 from mgk.training import Trainer
 from mgk.training.configuration import to_mapping
@@ -66,6 +68,8 @@ ROOT = Path(__file__).parent.parent
 NAME = "same-start-listops-softmax"
 RECIPES = {0.0: "lra/listops-dropout-0", 0.1: "lra/listops"}
 """The recipe that has as much dropout."""
+PARTS = ("weights", "batches")
+"""What a run takes from the published code."""
 WINDOW = 50
 """Steps whose mean loss the published code logs."""
 
@@ -169,6 +173,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--dropout", type=float, default=0.0, choices=tuple(RECIPES))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", help="one run for each of these, all at once")
+    parser.add_argument("--only", choices=PARTS, help="take only this from the published code")
     parser.add_argument("--steps", type=int, help="stop there; the schedule stays that of a whole run")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="changes of the recipe")
     parser.add_argument("--data", type=Path, help="folder of the prepared corpus, by default where mgk keeps it")
@@ -176,31 +182,34 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="has the controls, and gets what is new")
     parser.add_argument("--every", action="store_true", help="one run for every control in results, all at once")
     parser.add_argument(
-        "--time", type=float, default=math.inf, help="with --every: stop and save after so many seconds"
+        "--time", type=float, default=math.inf, help="with --every or --seeds: stop and save after so many seconds"
     )
     return parser.parse_args()
 
 
-def start_of(checkout: Path, control: Control) -> list[str]:
-    """The command of the run that belongs to a control."""
-    settings = {"heads": control.heads, "dropout": f"{control.dropout:g}", "seed": control.seed}
-    return [sys.executable, __file__, str(checkout), *(f"--{name}={value}" for name, value in settings.items())]
+def wanted(arguments: argparse.Namespace) -> list[tuple[int, float, int]]:
+    """Heads, dropout and seed of each of several runs."""
+    if arguments.seeds is not None:
+        return [(arguments.heads, arguments.dropout, seed) for seed in arguments.seeds]
+    controls = [each for each in read_controls(arguments.results) if each.name == published_control.CONTROL]
+    return [(each.heads, each.dropout, each.seed) for each in controls]
 
 
-def run_every(arguments: argparse.Namespace) -> int:
-    """Run them all at once, each in its own process group, and return the worst exit status."""
+def run_at_once(arguments: argparse.Namespace) -> int:
+    """Run several at once, each in its own process group, and return the worst exit status."""
     passed_on = [f"--results={arguments.results}"]
     passed_on += [
-        f"--{name}={value}" for name in ("steps", "data", "to") if (value := vars(arguments)[name]) is not None
+        f"--{name}={value}" for name in ("steps", "data", "to", "only") if (value := vars(arguments)[name]) is not None
     ]
     passed_on += ["--set", *arguments.set]
-    controls = [each for each in read_controls(arguments.results) if each.name == published_control.CONTROL]
     with MultiProcessService(lambda text: print(text, file=sys.stderr)) as service:
         environment = {**os.environ, **service.environment}
-        running = [
-            subprocess.Popen([*start_of(arguments.checkout, each), *passed_on], env=environment, start_new_session=True)
-            for each in controls
-        ]
+        commands = [
+            [sys.executable, __file__, str(arguments.checkout), f"--heads={heads}", f"--dropout={dropout:g}",
+             f"--seed={seed}", *passed_on]
+            for heads, dropout, seed in wanted(arguments)
+        ]  # fmt: skip
+        running = [subprocess.Popen(command, env=environment, start_new_session=True) for command in commands]
 
         def stop(*_: object) -> None:
             for each in running:
@@ -216,8 +225,8 @@ def run_every(arguments: argparse.Namespace) -> int:
 
 def main() -> None:
     arguments = parse()
-    if arguments.every:
-        sys.exit(run_every(arguments))
+    if arguments.every or arguments.seeds is not None:
+        sys.exit(run_at_once(arguments))
     run(arguments)
 
 
@@ -226,6 +235,7 @@ def run(arguments: argparse.Namespace) -> None:
     begun = time.monotonic()
     warnings.filterwarnings("ignore", category=FutureWarning)
     heads, dropout, seed = arguments.heads, arguments.dropout, arguments.seed
+    takes = PARTS if arguments.only is None else (arguments.only,)
     checkout = arguments.checkout.resolve()
     recipe = mgk.recipes.load(RECIPES[dropout])
     config = recipe.config(f"softmax-{heads}", [f"training.log_every={WINDOW}", *arguments.set], seed=seed)
@@ -237,13 +247,14 @@ def run(arguments: argparse.Namespace) -> None:
     fabric = Fabric(accelerator=device.type, devices=1)
     fabric.launch()
     with contextlib.ExitStack() as stack:
-        own = f"{heads}-dropout-{dropout:g}-seed-{seed}"
+        own = f"{heads}-dropout-{dropout:g}-seed-{seed}" + (f"-only-{arguments.only}" if arguments.only else "")
         folder = (arguments.to or Path(stack.enter_context(tempfile.TemporaryDirectory()))) / own
         stop = stack.enter_context(GracefulStop())
         display = stack.enter_context(Display())
         trainer = Trainer(config, folder, corpus, fabric, display=display, stop=stop)
-        stack.enter_context(in_order(trainer, start.orders))
-        if trainer.state.step == 0:
+        if "batches" in takes:
+            stack.enter_context(in_order(trainer, start.orders))
+        if "weights" in takes and trainer.state.step == 0:
             trainer.model.load_state_dict(convert(start.weights, heads, length))
         metrics: dict[str, float] = {}
         try:
@@ -268,6 +279,7 @@ def run(arguments: argparse.Namespace) -> None:
         "heads": heads,
         "dropout": dropout,
         "seed": seed,
+        "takes": list(takes),
         "steps": trainer.state.step,
         "complete": is_complete,
         "metrics": metrics,

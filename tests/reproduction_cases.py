@@ -108,20 +108,31 @@ def write_control(folder, heads, dropout, seed, *, accuracy, escape=None, steps=
     return path
 
 
-def write_same_start(folder, heads, dropout, seed, *, escape=None, steps=5000, apart=0.0, complete=True):
+def write_same_start(
+    folder,
+    heads,
+    dropout,
+    seed,
+    *,
+    escape=None,
+    steps=5000,
+    apart=0.0,
+    complete=True,
+    only=None,
+    device="CPU, 2 threads",
+):
     """A run of ours from the start of a control; its losses are so far apart from those of ``write_control``."""
     name = fidelity()["control"]["same_start"]["name"]
-    path = folder / "controls" / f"{name}-{heads}-dropout-{dropout:g}-seed-{seed}-cpu-float32.json"
-    curve = [
-        {"kind": "train", "step": step, "loss": (1.5 if escape and step >= escape else 2.25) + apart}
-        for step in range(50, steps + 1, 50)
-    ]
+    path = folder / "controls" / f"{name}-{heads}-dropout-{dropout:g}-seed-{seed}-{only}-{device[:3]}.json"
+    left = [(step, escape is not None and step >= escape) for step in range(50, steps + 1, 50)]
+    curve = [{"kind": "train", "step": step, "loss": (1.5 if done else 2.25) + apart} for step, done in left]
+    curve += [{"kind": "valid", "step": step, "accuracy": 0.36 if done else 0.18} for step, done in left]
     content = {
         "control": name, "heads": heads, "dropout": dropout, "seed": seed, "complete": complete, "steps": steps,
         "metrics": {}, "curve": curve, "corpus": {"name": "listops", "fingerprint": "0" * 64},
-        "device": "CPU, 2 threads", "precision": "float32",
+        "device": device, "precision": "float32",
     }  # fmt: skip
-    result.write(path, content)
+    result.write(path, content if only is None else {**content, "takes": [only]})
     return path
 
 

@@ -165,6 +165,29 @@ def test_another_learning_rate_is_seen(run):
     assert abs(own[12] - theirs[12]) > 1e-3
 
 
+def test_a_part_of_the_start(run):
+    """With the weights alone the first loss is that of other batches, with the batches alone that of other weights."""
+    whole, weights, batches = (
+        run("same_start", "--seed", "1", *only, "--set", *OURS)
+        for only in ((), ("--only", "weights"), ("--only", "batches"))
+    )
+    assert [found["takes"] for found in (whole, weights, batches)] == [["weights", "batches"], ["weights"], ["batches"]]
+    losses = [training_losses(found)[2] for found in (whole, weights, batches)]
+    assert len(set(losses)) == 3
+    own = run("same_start", "--seed", "1", "--only", "weights", "--set", *OURS, "seed=2")
+    assert training_losses(own) != training_losses(weights)
+
+
+def test_several_seeds_at_once(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=":")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        run("same_start", "--seeds", "0", "3", "--only", "weights", "--set", *OURS)
+    found = read_controls(tmp_path / "results")
+    assert [(each.seed, each.takes, each.is_complete) for each in found] == [
+        (0, {"weights"}, True), (3, {"weights"}, True),
+    ]  # fmt: skip
+
+
 def test_a_run_that_is_stopped_goes_on(run, tmp_path):
     whole = run("same_start", "--heads", "2", "--set", *OURS)
     there = str(tmp_path / "run")

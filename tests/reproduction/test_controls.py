@@ -179,3 +179,74 @@ class TestSameStart:
     def test_without_its_control_it_is_not_shown(self, tmp_path):
         write_same_start(tmp_path, 8, 0, 3)
         assert self.shown(tmp_path)[1] is None
+
+
+class TestStarts:
+    """What runs of ours begin with: only they can tell weights from batches."""
+
+    def shown(self, folder):
+        page = fidelity_page(read_results(folder), 5)
+        grids = [grid for grid in page.grids if grid.title == fidelity()["control"]["same_start"]["starts"]]
+        said = [text for text in page.text if "initial weights" in text]
+        return (grids[0].lines if grids else None), said
+
+    def write_ours(self, folder, steps):
+        for seed, step in enumerate(steps):
+            write_run(folder, "lra/listops", "softmax-8", seed, accuracy=0.37)
+            write_escape(folder, "lra/listops", "softmax-8", seed, step)
+
+    def test_without_a_part_there_is_nothing_to_tell(self, tmp_path):
+        write_same_start(tmp_path, 8, 0.1, 0, escape=2000)
+        self.write_ours(tmp_path, [3000])
+        assert self.shown(tmp_path) == (None, [])
+
+    def test_runs_stand_by_what_they_take(self, tmp_path):
+        write_same_start(tmp_path, 8, 0.1, 0, escape=2000)
+        write_same_start(tmp_path, 8, 0.1, 1, only="weights")
+        write_same_start(tmp_path, 8, 0.1, 0, only="weights", escape=2500)
+        write_same_start(tmp_path, 8, 0.1, 0, only="batches", escape=4000)
+        # It has not run all its steps.
+        write_same_start(tmp_path, 8, 0.1, 1, only="batches", complete=False)
+        # There is none of ours with as many heads that takes a part.
+        write_run(tmp_path, "lra/listops", "softmax-2", 0, accuracy=0.37)
+        write_escape(tmp_path, "lra/listops", "softmax-2", 0, 2000)
+        self.write_ours(tmp_path, [3000, None, 3500])
+        lines, (said,) = self.shown(tmp_path)
+        assert lines == (
+            ("8", "0.1", "published", "published", "0", "1 of 1", "2,000"),
+            ("8", "0.1", "published", "ours", "0, 1", "1 of 2", "2,500"),
+            ("8", "0.1", "ours", "published", "0", "1 of 1", "4,000"),
+            ("8", "0.1", "ours", "ours", "0, 1, 2", "2 of 3", "3,000, 3,500"),
+        )
+        assert "There are too few seeds to say whether the initial weights of the published code" in said
+
+    @pytest.mark.parametrize(
+        ("theirs", "own", "expected"),
+        [
+            (
+                range(2000, 2250, 50),
+                [None] * 5,
+                "**Our training leaves the plateau earlier with initial weights like those",
+            ),
+            (
+                [None] * 5,
+                range(2000, 2250, 50),
+                "**Our training leaves the plateau earlier with initial weights like our own",
+            ),
+            (range(2000, 2500, 100), range(2050, 2550, 100), "The runs do not show whether the initial weights"),
+        ],
+    )
+    def test_the_test_decides(self, theirs, own, expected, tmp_path):
+        for seed, step in enumerate(theirs):
+            write_same_start(tmp_path, 8, 0.1, seed, only="weights", escape=step)
+        self.write_ours(tmp_path, own)
+        _, (said,) = self.shown(tmp_path)
+        assert expected in said
+
+    def test_only_runs_in_the_same_kind_of_batches_are_compared(self, tmp_path):
+        write_same_start(tmp_path, 8, 0.1, 0, escape=2000)
+        write_same_start(tmp_path, 2, 0.1, 0, only="weights", escape=2000)
+        self.write_ours(tmp_path, [3000])
+        lines, said = self.shown(tmp_path)
+        assert len(lines) == 3
+        assert said == []

@@ -40,6 +40,8 @@ class Control:
     """Fingerprint of its data."""
     machine: str
     """Device and precision, as far as the file says them."""
+    takes: frozenset[str] = frozenset({"weights", "batches"})
+    """What a run of ours takes from the published code."""
 
 
 def read_controls(folder: Path) -> list[Control]:
@@ -64,6 +66,7 @@ def _read(path: Path) -> Control:
             curve=[{**line, "step": int(line["step"]), "kind": str(line["kind"])} for line in content["curve"]],
             corpus=str(content["corpus"]["fingerprint"]),
             machine=", ".join(str(content[key]) for key in ("device", "precision") if key in content),
+            takes=frozenset(map(str, content.get("takes", ("weights", "batches")))),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} must be a result of {SCRIPT}, got {error!r}") from error

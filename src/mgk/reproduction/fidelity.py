@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mgk.recipes
-from mgk.reproduction import published_code, same_start
+from mgk.reproduction import published_code, same_start, starts
 from mgk.reproduction.controls import find_missing_controls, notes_about
 from mgk.reproduction.metrics import metric
 from mgk.reproduction.missing import Need, find_missing
@@ -40,6 +40,9 @@ def fidelity_page(results: Results, seeds: int) -> Page:
     grids = [published_code.grid(controls, results)]
     if pairs:
         grids.append(same_start.grid(pairs))
+    begun = starts.starts(results)
+    if begun:
+        grids.append(starts.grid(begun))
     grids.append(_differences(content["differences"]))
     needs: list[Need] = []
     numbers = len(controls) + len(pairs)
@@ -72,6 +75,7 @@ def fidelity_page(results: Results, seeds: int) -> Page:
             content["control"]["text"],
             *published_code.sentences(controls, results),
             *same_start.sentences(pairs),
+            *starts.sentences(begun),
         ),
         grids=tuple(grids),
         needs=tuple(needs),

@@ -109,21 +109,21 @@ def compare_escapes(group: Sequence[Setting], controls: Sequence[Control], resul
     """
     threshold = fidelity()["control"]["plateau"]
     theirs: defaultdict[int, dict[Setting, Run]] = defaultdict(dict)
-    ours: defaultdict[int, dict[Setting, Run]] = defaultdict(dict)
+    own_runs: defaultdict[int, dict[Setting, Run]] = defaultdict(dict)
     for setting in group:
         published = _of(setting, controls)
-        own = _curves(results, setting.recipe, setting.row)
+        own = ours(results, setting.recipe, setting.row)
         if published and own:
-            for found, by_seed in ((theirs, {each.seed: each.curve for each in published}), (ours, own)):
+            for found, by_seed in ((theirs, {each.seed: each.curve for each in published}), (own_runs, own)):
                 for seed, lines in by_seed.items():
                     run = run_of(lines, threshold)
                     if run is not None:
                         found[seed][setting] = run
     if not theirs:
         return None
-    units = [list(runs.values()) for runs in (theirs, ours)]
+    units = [list(runs.values()) for runs in (theirs, own_runs)]
     first, second = (sum(map(len, each)) for each in units)
-    return Comparison(log_rank_of_units(*units), (first, second), (len(theirs), len(ours)))
+    return Comparison(log_rank_of_units(*units), (first, second), (len(theirs), len(own_runs)))
 
 
 def sentences(controls: Sequence[Control], results: Results) -> tuple[str, ...]:
@@ -170,12 +170,12 @@ def fingerprints(results: Results) -> set[str]:
 
 def escapes(results: Results, recipe: str, row: str, threshold: float) -> tuple[str, str]:
     """Describe how many of our runs left the plateau, and at which steps."""
-    curves = _curves(results, recipe, row)
+    curves = ours(results, recipe, row)
     return show_escapes(list(curves.values()), threshold) if curves else ("no curves", "")
 
 
-def _curves(results: Results, recipe: str, row: str) -> dict[int, list[dict[str, Any]]]:
-    """Return the curves of runs that have ended, by seed."""
+def ours(results: Results, recipe: str, row: str) -> dict[int, list[dict[str, Any]]]:
+    """Return the curves of our runs that have ended, by seed."""
     ended = results.values(recipe, row, ACCURACY)
     return {seed: lines for seed, lines in results.curves(recipe, row).items() if seed in ended}
 

@@ -33,10 +33,10 @@ class Pair(NamedTuple):
 
 
 def pairs(controls: Sequence[Control], results: Results) -> list[Pair]:
-    """Return our runs from the start of one of ``controls``, each with that control."""
+    """Return our runs with the weights and the batches of one of ``controls``, each with that control."""
     name = fidelity()["control"]["same_start"]["name"]
     published = {_key(each): each for each in controls}
-    own = [each for each in read_controls(results.folder) if each.name == name]
+    own = [each for each in read_controls(results.folder) if each.name == name and len(each.takes) == 2]
     return [Pair(published[_key(each)], each) for each in own if _key(each) in published]
 
 
