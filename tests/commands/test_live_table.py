@@ -45,17 +45,17 @@ def test_one_table_of_all_cells(cells):
     lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if "seed" in line]
     assert lines == [
         ["tiny softmax-2, seed 0", "done", "", "", "37.10 %", ""],
-        ["tiny softmax-2, seed 1", "training", "301 of 1,301", "1.2500", "36.00 %", "0:01:40"],
-        ["tiny softmax-2, seed 2", "failed", "", "", "", ""],
-        ["tiny smgk-1, seed 0", "running", "", "", "", ""],
-        ["tiny smgk-1, seed 1", "waiting", "", "", "", ""],
+        ["tiny smgk-1, seed 0", "training", "301 of 1,301", "1.2500", "36.00 %", "0:01:40"],
+        ["tiny softmax-2, seed 1", "failed", "", "", "", ""],
+        ["tiny smgk-1, seed 1", "running", "", "", "", ""],
+        ["tiny softmax-2, seed 2", "waiting", "", "", "", ""],
         ["tiny smgk-1, seed 2", "waiting", "", "", "", ""],
     ]
     assert "2 running, 1 failed, 1 done, 2 waiting" in text
     # In a small window those that are at work, or went wrong.
     text = shown(table_of(cells, 3))
-    assert all(f"{name} " in text for name in ("softmax-2, seed 1", "softmax-2, seed 2", "smgk-1, seed 0"))
-    assert "smgk-1, seed 1" not in text
+    assert all(f"{name} " in text for name in ("smgk-1, seed 0", "softmax-2, seed 1", "smgk-1, seed 1"))
+    assert "softmax-2, seed 2" not in text
 
 
 def test_lines_where_there_is_no_terminal(cells):
@@ -64,8 +64,8 @@ def test_lines_where_there_is_no_terminal(cells):
         table.show(cells)
         table.say("[red]not markup[/red]")
     assert console.file.getvalue().splitlines() == [
-        "tiny softmax-2, seed 1: training, step 301 of 1,301, loss 1.2500, best 36.00 %, 0:01:40 left",
-        "tiny smgk-1, seed 0: starting",
+        "tiny smgk-1, seed 0: training, step 301 of 1,301, loss 1.2500, best 36.00 %, 0:01:40 left",
+        "tiny smgk-1, seed 1: starting",
         "[red]not markup[/red]",
     ]
     # Every now and then, and not at once: whoever starts says so in other words.

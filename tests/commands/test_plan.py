@@ -21,7 +21,7 @@ def write_plan(folder, cells, **others):
 
 
 def test_the_order_of_the_file(tmp_path):
-    """A cell that is named twice is wanted where it stands first."""
+    """Seed by seed in an entry. A cell that is named twice is wanted where it stands first."""
     path = write_plan(
         tmp_path,
         [
@@ -33,7 +33,7 @@ def test_the_order_of_the_file(tmp_path):
     cells = plan_cells(path, tmp_path / "runs")
     assert [str(cell.folder.relative_to(tmp_path / "runs")) for cell in cells] == [
         "tiny/smgk-1/seed-0", "tiny/smgk-1/seed-1", "demo/mgk-4/seed-3", "tiny/softmax-2/seed-2",
-        "tiny/softmax-2/seed-0", "tiny/smgk-1/seed-2",
+        "tiny/smgk-1/seed-2", "tiny/softmax-2/seed-0",
     ]  # fmt: skip
     assert cells[2].config.training.steps == 300
 

@@ -79,7 +79,7 @@ def test_what_a_sweep_leaves(undisturbed, cache):
     parts = summary["cells"]
     assert all(0 < each["start_seconds"] < each["seconds"] < summary["seconds"] for each in parts)
     assert [(each["row"], each["seed"], each["steps"], each["attempts"]) for each in parts] == [
-        (row, seed, 40, 1) for row in ("softmax-2", "smgk-1") for seed in (0, 1)
+        (row, seed, 40, 1) for seed in (0, 1) for row in ("softmax-2", "smgk-1")
     ]
 
     # Again: nothing is run.

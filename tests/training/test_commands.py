@@ -1,5 +1,6 @@
 """`mgk train`, `evaluate`, `sweep` and `recipes` as a user runs them, with recipes of the user's own."""
 
+import io
 import json
 import math
 import os
@@ -11,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from rich.console import Console
 from training_cases import ENGLISH, checkpoints_of, make_values
 from transformers import AutoModelForCausalLM
 
 import mgk
 import mgk.recipes
 from mgk.cli import main
-from mgk.commands.sweep import mean_and_error
+from mgk.commands.sweep import mean_and_error, table_of
+from mgk.commands.sweep.in_turn import Sweep
 from mgk.commands.training import parse_seeds, show_metric
 from mgk.data import DataError, baselines
 from mgk.evaluation import bleu, perplexity, unpack_items
@@ -366,7 +369,7 @@ def test_what_evaluate_refuses(mgk_command, runs, tmp_path):
 def test_sweep(mgk_command, recipe, tmp_path):
     sweep = ("sweep", recipe, "--seeds", "0-1", "training.steps=3", "--to", "runs", "--results", "results")
     printed = mgk_command(*sweep).out
-    cells = [(row, seed) for row in ("softmax-2", "smgk-1") for seed in (0, 1)]
+    cells = [(row, seed) for seed in (0, 1) for row in ("softmax-2", "smgk-1")]
     results = {cell: read(tmp_path / "runs" / "tiny" / cell[0] / f"seed-{cell[1]}" / "result.json") for cell in cells}
     for number, (row, seed) in enumerate(cells, start=1):
         assert f"[{number}/4] {row}, seed {seed}: runs/tiny/{row}/seed-{seed}\n" in printed
@@ -414,6 +417,16 @@ def test_one_row_that_fails(mgk_command, recipe, tmp_path):
     # One seed has no standard error.
     line = next(line for line in table.splitlines() if " smgk-1 " in line)
     assert [cell.strip() for cell in line.strip("│").split("│")][2:4] == ["", "1"]
+
+
+def test_a_reason_that_many_cells_share_is_told_once():
+    failed = {**{f"mgk-{heads}, seed 0": "no such file" for heads in (1, 2, 4)}, "smgk-1, seed 0": "[red]another"}
+    console = Console(file=io.StringIO(), width=200)
+    console.print(table_of(Sweep("tiny", "accuracy", failed=failed)))
+    text = console.file.getvalue()
+    assert text.count("no such file") == 1
+    assert "mgk-1, seed 0 and 2 more" in text
+    assert "[red]another" in text
 
 
 def test_changes_are_part_of_the_names_of_rows(mgk_command, recipe):

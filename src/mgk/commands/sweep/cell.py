@@ -42,7 +42,7 @@ class Cell:
 def cells_of(
     name: str, rows: Sequence[str] | None, seeds: Sequence[int], changes: Sequence[str], folder: Path
 ) -> list[Cell]:
-    """Return the cells of a recipe, row by row.
+    """Return the cells of a recipe, seed by seed: a sweep that is cut short leaves all rows with as many seeds.
 
     Args:
         name: name of the recipe.
@@ -52,13 +52,13 @@ def cells_of(
         folder: folder for the runs, each in ``RECIPE/ROW/seed-N``.
     """
     recipe = mgk.recipes.load(name)
+    # A row that the recipe shares with the one it extends is a run of that one, and is trained once.
+    owners = {row: home(name, row) for row in (recipe.rows if rows is None else rows)}
     cells = []
-    for row in recipe.rows if rows is None else rows:
-        # A row that the recipe shares with the one it extends is a run of that one, and is trained once.
-        owner = home(name, row)
-        for seed in seeds:
-            config = mgk.recipes.load(owner).config(row, changes, seed)
-            command = train_command(owner, [*changes, f"seed={config.seed}", "--row", config.row])
+    for seed in seeds:
+        for row in recipe.rows if rows is None else rows:
+            config = mgk.recipes.load(owners[row]).config(row, changes, seed)
+            command = train_command(owners[row], [*changes, f"seed={config.seed}", "--row", config.row])
             cells.append(Cell(config=config, folder=default_run(config, folder), command=command))
     if not cells:
         raise ValueError(f"a sweep must have rows and seeds, got none of {name}")

@@ -92,8 +92,11 @@ def table_of(sweep: Sweep) -> Table:
             row, show_metric(metric, mean), "" if error is None else show_metric(metric, error), str(len(values)),
             ", ".join(f"{name} {value:g}" for name, value in published.items()), f"{found[0]['parameters']:,}",
         )  # fmt: skip
-    for title, why in sweep.failed.items():
-        table.add_row(title, f"[red]{escape(why[:60])}[/red]", "", "0", "", "")
+    for why in dict.fromkeys(sweep.failed.values()):
+        titles = [title for title, other in sweep.failed.items() if other == why]
+        # What one cell lacks, a file of data for example, all of them often lack.
+        more = f" and {len(titles) - 1:,} more" if len(titles) > 1 else ""
+        table.add_row(f"{titles[0]}{more}", f"[red]{escape(why[:60])}[/red]", "", "0", "", "")
     return table
 
 
