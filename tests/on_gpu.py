@@ -1,6 +1,6 @@
 """The test suite on a GPU, by many processes at a time: most of its time goes into compiling kernels, on one core each.
 
-    python tests/on_gpu.py                                     # tests/ops, tests/nn, tests/models, tests/training
+    python tests/on_gpu.py                                     # all that compute
     python tests/on_gpu.py tests/ops/triton --processes 8 --seconds 500 --logs logs
 
 Slow tests run as well. Needs pytest alone. Each process takes the tests of one part (``--part`` of pytest here); what
@@ -20,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-USUAL = ("tests/ops", "tests/nn", "tests/models", "tests/training", "tests/benchmark")
+USUAL = ("tests/ops", "tests/nn", "tests/models", "tests/training", "tests/evaluation", "tests/benchmark")
 OUTCOMES = ("passed", "failed", "skipped", "error")
 TOLD = re.compile(r"^(?:collecting ... )?collected (\d+) items(?: / (\d+) deselected)?")
 DONE = re.compile(r" (PASSED|FAILED|SKIPPED|ERROR)\b")
