@@ -207,7 +207,7 @@ def test_a_checkpoint_holds_no_nan_of_the_running_mean(corpus, tmp_path):
     trainer = make_trainer(make_config(), tmp_path, corpus)
     trainer.save(must=True)
     assert trainer.state.running_loss is None
-    assert math.isnan(float(make_trainer(make_config(), tmp_path, corpus)._running_loss))
+    assert math.isnan(float(make_trainer(make_config(), tmp_path, corpus).updater.running_loss))
 
 
 @pytest.mark.parametrize(
@@ -266,13 +266,13 @@ def test_fp16_finds_its_scale_and_learns(corpus, tmp_path):
     precise = make_trainer(make_config(), tmp_path / "fp32", corpus)
     take_steps(precise, 1)
     trainer = make_trainer(make_config(training={"precision": "fp16"}), tmp_path / "fp16", corpus)
-    trainer._loss_scale.value *= 2.0**12
+    trainer.updater.loss_scale.value *= 2.0**12
     take_steps(trainer, 1)
     assert trainer.state.skipped == 1
-    assert trainer._loss_scale.value == 2.0**27
+    assert trainer.updater.loss_scale.value == 2.0**27
     while trainer.state.skipped_in_a_row:
         take_steps(trainer, trainer.state.step + 1)
-    scale, skipped = float(trainer._loss_scale.value), trainer.state.skipped
+    scale, skipped = float(trainer.updater.loss_scale.value), trainer.state.skipped
     assert scale == 2.0 ** (28 - skipped)
     take_steps(trainer, 40)
     assert trainer.state.skipped <= skipped + 4
@@ -280,8 +280,8 @@ def test_fp16_finds_its_scale_and_learns(corpus, tmp_path):
     assert 0.2 < norm / expected < 5
     trainer.save(must=True)
     again = make_trainer(make_config(training={"precision": "fp16"}), tmp_path / "fp16", corpus)
-    assert again._loss_scale.value == trainer._loss_scale.value
-    assert again._loss_scale.since_overflow == trainer._loss_scale.since_overflow > 0
+    assert again.updater.loss_scale.value == trainer.updater.loss_scale.value
+    assert again.updater.loss_scale.since_overflow == trainer.updater.loss_scale.since_overflow > 0
 
 
 def eval_norm(record):
@@ -291,7 +291,7 @@ def eval_norm(record):
 
 def test_bf16_trains(corpus, tmp_path):
     trainer = make_trainer(make_config(training={"precision": "bf16"}), tmp_path, corpus)
-    assert trainer._loss_scale is None
+    assert trainer.updater.loss_scale is None
     seen = set()
     trainer.model.model.layers[0].register_forward_hook(
         lambda module, args, output: seen.add(torch.is_autocast_enabled("cpu"))

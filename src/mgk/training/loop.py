@@ -16,34 +16,29 @@ import functools
 import json
 import os
 import time
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from mgk.data.batches import iterate
 from mgk.data.store import Corpus
-from mgk.models.layer import MGKLayer
 from mgk.nn import parameter_groups
-from mgk.training import checkpoint, graphs, skipped, snapshot
+from mgk.training import checkpoint, skipped, snapshot
 from mgk.training.checkpoint import Checkpoint, Write
 from mgk.training.configuration import RunConfig, to_mapping
-from mgk.training.distributed import seed_everything, total_norm
+from mgk.training.distributed import seed_everything, sum_over_ranks
 from mgk.training.errors import CheckpointError, CheckpointWriteError, Interrupted, NonFiniteError
-from mgk.training.graphs import GraphedStep
-from mgk.training.loss_scale import LossScale
-from mgk.training.schedule import rates
+from mgk.training.reports import Report, Reports
 from mgk.training.signals import GracefulStop
-from mgk.training.state import Report, State
+from mgk.training.state import State
 from mgk.training.task import Share, Task, build_task, choose_precision, uncompiled
 from mgk.training.tracking import Curves, Display
+from mgk.training.training_pass import TrainingPass
+from mgk.training.updater import Updater
 
 T = TypeVar("T")
 Resume = Literal["auto", "never"] | int
@@ -93,8 +88,9 @@ class Trainer:
 
         seed_everything(config.seed)
         self.model = self.task.build_model().train()
-        self._compile()
-        self._wrapped = fabric.setup_module(self.model)
+        self.training_pass = TrainingPass(
+            self.model, self.task, fabric, precision=self.share.precision, compiled=config.training.compile
+        )
         # A fused optimiser can skip an update on the device, without asking the host.
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.model, config.optimizer.weight_decay),
@@ -105,14 +101,8 @@ class Trainer:
         self._resume(resume)
 
         state = self.state
-        self._running_loss = self._scalar(float("nan") if state.running_loss is None else state.running_loss)
-        self._loss_scale = (
-            LossScale(self.share.device, value=state.loss_scale, since_overflow=state.since_overflow)
-            if self.share.precision is torch.float16
-            else None
-        )
-        self._graphs = GraphedStep(self._pass, self._on_device, self.share.device) if self._may_record else None
-        self._reports: deque[Report] = deque()
+        self.updater = Updater(config, self.training_pass, self.optimizer, state=state, stop=self.stop)
+        self._reports = Reports(self._read)
         self._told_to_stop = False
         self._clock, self._logged_seconds, self._logged_tokens = time.perf_counter(), state.seconds, state.tokens
         self._loss: float | None = None
@@ -202,7 +192,7 @@ class Trainer:
     @property
     def is_recorded(self) -> bool:
         """Whether updates are already replayed as CUDA graphs."""
-        return self._graphs is not None and self._graphs.is_recorded
+        return self.updater.graphs is not None and self.updater.graphs.is_recorded
 
     def load_best(self) -> Checkpoint:
         """Load the weights of the best validation into the model."""
@@ -214,69 +204,13 @@ class Trainer:
 
     def _update(self, micro_batches: list[dict[str, Tensor]]) -> None:
         """Run one step of the optimiser. On a GPU the host only queues it, and reads the values of the previous one."""
-        config, training = self.config, self.config.training
-        lr, beta1 = rates(self.state.step, training.steps, config.schedule, config.optimizer)
-        for group in self.optimizer.param_groups:
-            group["lr"], group["betas"] = lr, (beta1, config.optimizer.betas[1])
-
-        # Ranks average their gradients, so each divides its loss by the mean number of targets per rank.
-        targets = self._sum_over_ranks(self._scalar(sum(map(self.task.count_targets, micro_batches))))
-        scale = self._scalar(1.0) if self._loss_scale is None else self._loss_scale.value
-        loss = self._scalar(0.0)
-        for number, batch in enumerate(micro_batches):
-            with self._without_sync(number < len(micro_batches) - 1):
-                if self._graphs is not None:
-                    loss += self._graphs(batch, targets, scale)
-                else:
-                    loss += self._pass(self._on_device(batch), targets / self.share.ranks, scale)
-        tokens = self._scalar(sum(map(self.task.count_tokens, micro_batches)))
-        told = self._scalar(self.stop.signal is not None)
-        loss, tokens, told = self._sum_over_ranks(torch.stack([loss / self.share.ranks, tokens, told]))
-
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = total_norm(gradients) / scale
-        skip = ~(loss.isfinite() & norm.isfinite()) | skipped.is_leap(loss, self._running_loss, training.max_loss_ratio)
-        if training.clip_norm is not None:
-            factor = (training.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
-        # These are the attributes that GradScaler sets: a fused optimiser divides gradients by grad_scale, and skips
-        # the update if found_inf is 1.
-        self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
-        self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=self._graphs is None)
-        self.task.after_update(self.model, skip)
-        self._running_loss = skipped.running_mean(loss, self._running_loss, skip)
-        if self._loss_scale is not None:
-            self._loss_scale.update(~norm.isfinite())
-
+        values = self.updater.update(self.state.step, micro_batches)
         self.state.step += 1
-        self._queue(torch.stack([loss, norm, skip.float(), tokens, told]))
-
-    def _pass(self, batch: dict[str, Tensor], num_targets: Tensor, scale: Tensor) -> Tensor:
-        """Run forward and backward of a batch on the device, and return the loss."""
-        with self._autocast():
-            loss = self.task.loss(self._wrapped, batch, num_targets)
-        self.fabric.backward(loss * scale)
-        return loss.detach()
-
-    def _queue(self, values: Tensor) -> None:
-        """Start copying the values of this update to the host, and read those of the previous one."""
-        if values.device.type == "cuda":
-            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-            ready = torch.cuda.Event()
-            ready.record()
-            self._reports.append(Report(self.state.step, host, ready))
-            # The previous update has finished or will soon, and meanwhile the GPU has work.
-            while len(self._reports) > 1:
-                self._read(self._reports.popleft())
-        else:
-            self._read(Report(self.state.step, values, None))
+        self._reports.add(self.state.step, values)
 
     def _settle(self) -> None:
         """Wait for every update that was queued."""
-        while self._reports:
-            self._read(self._reports.popleft())
+        self._reports.settle()
         self._count_time()
 
     def _count_time(self) -> None:
@@ -285,8 +219,6 @@ class Trainer:
         self._clock = now
 
     def _read(self, report: Report) -> None:
-        if report.ready is not None:
-            report.ready.synchronize()
         loss, norm, was_skipped, tokens, told = report.values.tolist()
         self.state.tokens += int(tokens)
         self._told_to_stop |= told > 0
@@ -303,7 +235,7 @@ class Trainer:
         self.state.skipped_in_a_row += 1
         self._say(f"skipped the update of step {step}: loss {loss:.6g}, norm of the gradient {norm:.6g}")
         numbers = range((step - 1) * training.accumulate, step * training.accumulate)
-        described = [skipped.describe(self.model, self.batches, number, self._rerun) for number in numbers]
+        described = [skipped.describe(self.model, self.batches, number, self.training_pass.rerun) for number in numbers]
         line = {"step": step, "rank": self.share.rank, "loss": loss, "gradient_norm": norm, "batches": described}
         path = self.folder / (SKIPPED if self._is_first else f"rank{self.share.rank}-{SKIPPED}")
         with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
@@ -313,12 +245,6 @@ class Trainer:
                 f"loss and gradient must be finite and the loss must not leap, got {self.state.skipped_in_a_row} "
                 f"updates in a row where they did not, up to step {step}: see {path}"
             )
-
-    def _rerun(self, batch: dict[str, Tensor]) -> Any:
-        with self._autocast():
-            outputs = self.task.outputs(self._wrapped, self._on_device(batch))
-        self.fabric.backward(outputs.loss)
-        return outputs
 
     def _stream(self) -> Generator[dict[str, Tensor], None, None]:
         """Yield micro-batches without end, from the position of the run in the data."""
@@ -379,11 +305,7 @@ class Trainer:
         }
 
     def _manifest(self) -> dict[str, Any]:
-        running = float(self._running_loss)
-        self.state.running_loss = None if running != running else running
-        if self._loss_scale is not None:
-            self.state.loss_scale = float(self._loss_scale.value)
-            self.state.since_overflow = float(self._loss_scale.since_overflow)
+        self.updater.store(self.state)
         return {**self._identity(), "state": dataclasses.asdict(self.state)}
 
     def _write(self, kind: str, content: dict[str, Any], files: Write, *, must: bool = False) -> bool:
@@ -402,7 +324,9 @@ class Trainer:
             except CheckpointWriteError as error:
                 problem = error
                 self._say(f"no checkpoint at step {self.state.step}: {error}")
-        failed = self._sum_over_ranks(self._scalar(float(problem is not None)))
+        failed = sum_over_ranks(
+            self.fabric, torch.full((), float(problem is not None), dtype=torch.float32, device=self.fabric.device)
+        )
         if must and failed > 0:
             raise problem or CheckpointWriteError("the first rank must write its checkpoint, got an error there")
         return bool(failed == 0)
@@ -461,60 +385,6 @@ class Trainer:
     def _should_stop(self) -> bool:
         """Whether to stop. Every rank gets the same answer at the same step."""
         return self._told_to_stop if self.share.ranks > 1 else self.stop.signal is not None
-
-    @property
-    def _is_compiled(self) -> bool:
-        wanted = self.config.training.compile
-        return self.share.device.type == "cuda" if wanted is None else wanted
-
-    @property
-    def _may_record(self) -> bool:
-        """Whether updates are captured in CUDA graphs."""
-        wanted = self.config.training.cuda_graphs
-        why_not = graphs.unsupported(self.model, self.share.device, self.fabric.strategy, self.share.precision)
-        if wanted and why_not is not None:
-            raise ValueError(f"training.cuda_graphs must be false or left out with {why_not}, got true")
-        return wanted is not False and why_not is None
-
-    def _compile(self) -> None:
-        if self._is_compiled:
-            # The compiler counts recompilations over all models of a process, and gives up at the eighth.
-            torch.compiler.reset()
-            # Compiled in place, so that weights keep their names. FSDP gathers layer by layer, so with it each layer is
-            # compiled.
-            layers = [module for module in self.model.modules() if isinstance(module, MGKLayer)]
-            for module in layers if isinstance(self.fabric.strategy, ModelParallelStrategy) else [self.model]:
-                module.compile()
-
-    def _on_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        moved = {name: tensor.to(self.share.device, non_blocking=True) for name, tensor in batch.items()}
-        if self._is_compiled:
-            # Otherwise the first width would be compiled as a constant.
-            for name, tensor in moved.items():
-                if (dimension := self.task.varying_dimension(name, tensor)) is not None:
-                    torch._dynamo.maybe_mark_dynamic(tensor, dimension)
-        return moved
-
-    def _autocast(self) -> torch.autocast:
-        precision = self.share.precision
-        return torch.autocast(self.share.device.type, dtype=precision, enabled=precision is not None)
-
-    def _without_sync(self, enabled: bool) -> contextlib.AbstractContextManager[Any]:
-        # Fabric's context is not entered with enabled=False: under FSDP2 all later backward passes would run without
-        # sync.
-        if self.share.ranks == 1 or not enabled:
-            return contextlib.nullcontext()
-        return self.fabric.no_backward_sync(self._wrapped)
-
-    def _sum_over_ranks(self, value: Tensor) -> Tensor:
-        # Fabric's all-reduce is not used, because it makes the host wait for all ranks first.
-        if self.share.ranks > 1:
-            dist.all_reduce(value)
-        return value
-
-    def _scalar(self, value: float) -> Tensor:
-        # Filled on the device, so that nothing is copied from the host and nothing synchronises.
-        return torch.full((), value, dtype=torch.float32, device=self.share.device)
 
     def _say(self, text: str) -> None:
         if self._is_first:

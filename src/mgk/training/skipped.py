@@ -1,4 +1,4 @@
-"""A description of a skipped update that is detailed enough to find the reason."""
+"""Skipped updates: which ones are, and a description that is detailed enough to find the reason."""
 
 from __future__ import annotations
 
