@@ -10,15 +10,12 @@ best model and writes the result.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import json
-import os
 import time
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning.fabric import Fabric
@@ -27,24 +24,24 @@ from torch import Tensor
 from mgk.data.batches import iterate
 from mgk.data.store import Corpus
 from mgk.nn import parameter_groups
-from mgk.training import checkpoint, skipped, snapshot
-from mgk.training.checkpoint import Checkpoint, Write
+from mgk.training import skipped, snapshot
+from mgk.training.checkpoint import Checkpoint
 from mgk.training.configuration import RunConfig, to_mapping
-from mgk.training.distributed import seed_everything, sum_over_ranks
-from mgk.training.errors import CheckpointError, CheckpointWriteError, Interrupted, NonFiniteError
+from mgk.training.distributed import seed_everything
+from mgk.training.errors import CheckpointError, Interrupted, NonFiniteError
 from mgk.training.reports import Report, Reports
+from mgk.training.run_checkpoints import BEST, CHECKPOINTS, STEP, Resume, RunCheckpoints, after_restart
 from mgk.training.signals import GracefulStop
+from mgk.training.skipped import SKIPPED
 from mgk.training.state import State
 from mgk.training.task import Share, Task, build_task, choose_precision, uncompiled
 from mgk.training.tracking import Curves, Display
 from mgk.training.training_pass import TrainingPass
 from mgk.training.updater import Updater
 
-T = TypeVar("T")
-Resume = Literal["auto", "never"] | int
+__all__ = ["BEST", "CHECKPOINTS", "SKIPPED", "STEP", "Resume", "Trainer"]
 
-CHECKPOINTS, SKIPPED = "checkpoints", "skipped.jsonl"
-STEP, BEST = "step", "best"
+T = TypeVar("T")
 
 
 class Trainer:
@@ -84,7 +81,7 @@ class Trainer:
             ranks=fabric.world_size,
         )
         self.batches = self.task.training_batches(self.share)
-        self.checkpoints = folder / CHECKPOINTS
+        self.checkpoints = RunCheckpoints(folder / CHECKPOINTS, self.task, fabric, self.display)
 
         seed_everything(config.seed)
         self.model = self.task.build_model().train()
@@ -158,7 +155,7 @@ class Trainer:
         # NaN is never the best score.
         if score == score and (self.state.best is None or score > self.state.best):
             content = {**self._identity(), "metrics": metrics}
-            if self._write(BEST, content, snapshot.take_weights(self.model)):
+            if self.checkpoints.write(BEST, self.state.step, content, snapshot.take_weights(self.model)):
                 self.state.best, self.state.best_step = score, self.state.step
         self._clock = time.perf_counter()
         return metrics
@@ -180,9 +177,10 @@ class Trainer:
         """Write a checkpoint. A failure is reported, and is an error only if ``must`` is set."""
         self._settle()
         files = snapshot.take_all(self.model, self.optimizer, self.fabric)
-        self._write(STEP, self._manifest(), files, must=must)
-        if self._is_first:
-            self._prune()
+        self.updater.store(self.state)
+        content = {**self._identity(), "state": dataclasses.asdict(self.state)}
+        self.checkpoints.write(STEP, self.state.step, content, files, must=must)
+        self.checkpoints.prune(self.config.training.keep_checkpoints, self.state.best_step)
         self._clock = time.perf_counter()
 
     def wait(self) -> None:
@@ -198,7 +196,7 @@ class Trainer:
         """Load the weights of the best validation into the model."""
         if self.state.best is None:
             raise CheckpointError(f"{self.folder} must have validated at least once with a finite metric, got none")
-        found = checkpoint.read(checkpoint.place(self.checkpoints, BEST, self.state.best_step))
+        found = self.checkpoints.read(BEST, self.state.best_step)
         snapshot.restore_weights(found, self.model)
         return found
 
@@ -236,10 +234,7 @@ class Trainer:
         self._say(f"skipped the update of step {step}: loss {loss:.6g}, norm of the gradient {norm:.6g}")
         numbers = range((step - 1) * training.accumulate, step * training.accumulate)
         described = [skipped.describe(self.model, self.batches, number, self.training_pass.rerun) for number in numbers]
-        line = {"step": step, "rank": self.share.rank, "loss": loss, "gradient_norm": norm, "batches": described}
-        path = self.folder / (SKIPPED if self._is_first else f"rank{self.share.rank}-{SKIPPED}")
-        with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        path = skipped.log(self.folder, self.share.rank, step, loss, norm, described)
         if self.state.skipped_in_a_row > training.max_skipped:
             raise NonFiniteError(
                 f"loss and gradient must be finite and the loss must not leap, got {self.state.skipped_in_a_row} "
@@ -259,35 +254,16 @@ class Trainer:
 
     def _resume(self, resume: Resume) -> None:
         """Restore the run from a checkpoint."""
-        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or "SLURM_RESTART_COUNT" in os.environ:
-            # --resume was meant for the first start. A restart by torchrun or SLURM has newer checkpoints.
-            resume = "auto"
-        if isinstance(resume, int):
-            steps = [checkpoint.step_of(path) for path in checkpoint.candidates(self.checkpoints, STEP)]
-            if resume not in steps:
-                listed = ", ".join(map(str, sorted(steps))) or "none"
-                raise CheckpointError(
-                    f"--resume must be the step of a checkpoint in {self.checkpoints} ({listed}), got {resume}"
-                )
-            found: Checkpoint | None = checkpoint.read(checkpoint.place(self.checkpoints, STEP, resume))
-        elif resume == "never" and checkpoint.candidates(self.checkpoints, STEP):
-            raise CheckpointError(f"{self.checkpoints} must be empty with --resume never, got checkpoints")
-        else:
-            found = checkpoint.newest(self.checkpoints, STEP, self._say)
-        snapshot.check_same_step(found, self.checkpoints, self.fabric)
+        resume = after_restart(resume)
+        found = self.checkpoints.find(resume)
         if found is None:
-            self._say(f"no checkpoint in {self.checkpoints}: starting at step 0")
             return
         self.share = snapshot.lay_out_as(found, self.share, self.config)
         snapshot.check_same_run(found, self._identity())
         self.batches = self.task.training_batches(self.share)
         snapshot.restore_all(found, self.model, self.optimizer, self.fabric)
-        if isinstance(resume, int) and self._is_first:
-            # Later checkpoints are removed, so that after a crash the run does not resume from the abandoned ones.
-            for path in checkpoint.candidates(self.checkpoints, STEP):
-                if checkpoint.step_of(path) > resume:
-                    self._say(f"removed {path.name}, which comes after step {resume}")
-                    checkpoint.remove(path)
+        if isinstance(resume, int):
+            self.checkpoints.remove_after(resume)
         self.state = State(**found.manifest["state"])
         self._say(f"going on from {found.folder.name}")
 
@@ -303,45 +279,6 @@ class Trainer:
             "packed": self.share.packs(self.config),
             "multiple_of": self.share.training_multiple_of(self.config),
         }
-
-    def _manifest(self) -> dict[str, Any]:
-        self.updater.store(self.state)
-        return {**self._identity(), "state": dataclasses.asdict(self.state)}
-
-    def _write(self, kind: str, content: dict[str, Any], files: Write, *, must: bool = False) -> bool:
-        """Write a checkpoint on the first rank, and return on all ranks whether that succeeded."""
-        problem: CheckpointWriteError | None = None
-        if self._is_first:
-
-            def write(folder: Path) -> None:
-                files(folder)
-                self.task.save_tokenizer(folder)
-
-            started = time.perf_counter()
-            try:
-                checkpoint.save(self.checkpoints, kind, self.state.step, content, write)
-                self.display.saved(time.perf_counter() - started)
-            except CheckpointWriteError as error:
-                problem = error
-                self._say(f"no checkpoint at step {self.state.step}: {error}")
-        failed = sum_over_ranks(
-            self.fabric, torch.full((), float(problem is not None), dtype=torch.float32, device=self.fabric.device)
-        )
-        if must and failed > 0:
-            raise problem or CheckpointWriteError("the first rank must write its checkpoint, got an error there")
-        return bool(failed == 0)
-
-    def _prune(self) -> None:
-        """Remove old checkpoints, except best models that one of the remaining checkpoints refers to."""
-        try:
-            kept = checkpoint.prune(self.checkpoints, STEP, self.config.training.keep_checkpoints)
-            needed = {self.state.best_step, *(each.manifest["state"]["best_step"] for each in kept)}
-            for path in checkpoint.candidates(self.checkpoints, BEST):
-                if checkpoint.step_of(path) not in needed:
-                    checkpoint.remove(path)
-        except OSError as error:
-            # The new checkpoint is written, and an old one that remains only costs space.
-            self._say(f"an old checkpoint could not be removed: {error}")
 
     def _log(self) -> None:
         self._settle()

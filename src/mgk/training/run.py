@@ -17,7 +17,8 @@ from mgk.training.configuration import RunConfig, to_mapping
 from mgk.training.distributed import on_first_rank
 from mgk.training.errors import Interrupted
 from mgk.training.lock import RunLock
-from mgk.training.loop import CHECKPOINTS, Resume, Trainer
+from mgk.training.loop import Trainer
+from mgk.training.run_checkpoints import CHECKPOINTS, Resume
 from mgk.training.signals import GracefulStop
 from mgk.training.tracking import Display
 
