@@ -46,9 +46,9 @@ class Poisoned(Recorded):
         return self.model.training and self.state.step + 1 in self.steps_to_poison
 
 
-def make_poisoned(poison, steps, folder, corpus, **changes):
+def make_poisoned(poison, steps, folder, corpus, display=None, **changes):
     kind = type("Kind", (Poisoned,), {"steps_to_poison": steps, "poison": poison})
-    return make_trainer(make_config(**changes), folder, corpus, kind)
+    return make_trainer(make_config(**changes), folder, corpus, kind, display=display)
 
 
 def weights_and_moments(trainer):
@@ -127,12 +127,9 @@ def test_two_runs_with_the_same_fault_are_one(corpus, tmp_path, accumulate):
 
 
 def test_what_is_kept_of_it(corpus, tmp_path):
-    trainer = make_poisoned(
-        "nan", {3}, tmp_path, corpus, training={"accumulate": 2, "batch_size": 16}, model={"num_hidden_layers": 2}
-    )
     lines = Lines()
-    lines.display.add("run", 5)
-    trainer.display = lines.display
+    changes = {"training": {"accumulate": 2, "batch_size": 16}, "model": {"num_hidden_layers": 2}}
+    trainer = make_poisoned("nan", {3}, tmp_path, corpus, display=lines.display, **changes)
     take_steps(trainer, 5)
     (line,) = map(json.loads, (tmp_path / SKIPPED).read_text().splitlines())
     assert line["step"] == 3
@@ -149,7 +146,7 @@ def test_what_is_kept_of_it(corpus, tmp_path):
         norms = batch["gradient_norms"]
         assert {"model.layers.0", "model.layers.1", "model.embed_tokens", "classifier.dense"} <= norms.keys()
         assert all(0 < norm < 100 for norm in norms.values())
-    assert lines.said == ["skipped the update of step 3: loss nan, norm of the gradient nan"]
+    assert lines.said[1:] == ["skipped the update of step 3: loss nan, norm of the gradient nan"]
 
 
 @pytest.mark.parametrize("task", ["pairs", "language", "translation"])

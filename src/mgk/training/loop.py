@@ -6,6 +6,10 @@ A run lives in a folder::
 
 :class:`Trainer` is one run, which ``for step in trainer.steps()`` carries out. :func:`mgk.training.fit` also tests the
 best model and writes the result.
+
+An update is the work of :class:`~mgk.training.updater.Updater`, and its values come back through
+:class:`~mgk.training.reports.Reports`. :class:`~mgk.training.run_checkpoints.RunCheckpoints` has the checkpoints, and
+:class:`~mgk.training.run_log.RunLog` what is shown and recorded on the way.
 """
 
 from __future__ import annotations
@@ -31,11 +35,12 @@ from mgk.training.distributed import seed_everything
 from mgk.training.errors import CheckpointError, Interrupted, NonFiniteError
 from mgk.training.reports import Report, Reports
 from mgk.training.run_checkpoints import BEST, CHECKPOINTS, STEP, Resume, RunCheckpoints, after_restart
+from mgk.training.run_log import RunLog
 from mgk.training.signals import GracefulStop
 from mgk.training.skipped import SKIPPED
 from mgk.training.state import State
 from mgk.training.task import Share, Task, build_task, choose_precision, uncompiled
-from mgk.training.tracking import Curves, Display
+from mgk.training.tracking import Display
 from mgk.training.training_pass import TrainingPass
 from mgk.training.updater import Updater
 
@@ -70,8 +75,8 @@ class Trainer:
         stop: GracefulStop | None = None,
     ) -> None:
         self.config, self.folder, self.fabric = config, folder, fabric
-        self.display = display or Display(quiet=True)
         self.stop = stop or GracefulStop()
+        self.log = RunLog(config, folder, fabric, display or Display(quiet=True))
         self.state = State()
         self.task: Task = build_task(config, corpus)
         self.share = Share(
@@ -81,7 +86,7 @@ class Trainer:
             ranks=fabric.world_size,
         )
         self.batches = self.task.training_batches(self.share)
-        self.checkpoints = RunCheckpoints(folder / CHECKPOINTS, self.task, fabric, self.display)
+        self.checkpoints = RunCheckpoints(folder / CHECKPOINTS, self.task, fabric, self.log)
 
         seed_everything(config.seed)
         self.model = self.task.build_model().train()
@@ -97,17 +102,11 @@ class Trainer:
         seed_everything(config.seed + 1_000_003 * self.share.rank)
         self._resume(resume)
 
-        state = self.state
-        self.updater = Updater(config, self.training_pass, self.optimizer, state=state, stop=self.stop)
+        self.updater = Updater(config, self.training_pass, self.optimizer, state=self.state, stop=self.stop)
         self._reports = Reports(self._read)
         self._told_to_stop = False
-        self._clock, self._logged_seconds, self._logged_tokens = time.perf_counter(), state.seconds, state.tokens
-        self._loss: float | None = None
-        self._metric = self._speed = ""
-        self._curves: Curves | None = None
-        if self._is_first:
-            self._row = self.display.add(f"{config.name} {config.row}".strip(), config.training.steps, state.step)
-            self._curves = Curves(folder, state.step, state.validated, self._say)
+        self._clock = time.perf_counter()
+        self.log.begin(self.state)
 
     def steps(self) -> Iterator[int]:
         """Run the updates one by one, and yield the number of updates done after each."""
@@ -127,8 +126,8 @@ class Trainer:
                     raise Interrupted
                 self._update([next(stream) for _ in range(training.accumulate)])
                 if self.state.step % training.log_every == 0:
-                    self._log()
-                self._show()
+                    self._log_updates()
+                self.log.show(self.state)
                 self._count_time()
                 yield self.state.step
                 self._clock = time.perf_counter()
@@ -137,8 +136,7 @@ class Trainer:
             raise
         finally:
             stream.close()
-            if self._curves is not None:
-                self._curves.close()
+            self.log.close()
 
     def validate(self) -> dict[str, float]:
         """Evaluate the model on the validation split, and save it if it is the best so far."""
@@ -149,9 +147,7 @@ class Trainer:
         name = self.config.validation.metric
         score = -metrics[name] if name == "loss" else metrics[name]
         self.state.validated = self.state.step
-        self._metric = f"validation {name} {metrics[name]:.4f}"
-        if self._curves is not None:
-            self._curves.write(self.state.step, "valid", {**metrics, "validation_seconds": took})
+        self.log.record_validation(self.state, metrics, took)
         # NaN is never the best score.
         if score == score and (self.state.best is None or score > self.state.best):
             content = {**self._identity(), "metrics": metrics}
@@ -170,7 +166,7 @@ class Trainer:
         # compile than all validations of a short run take without it.
         with uncompiled(self.model):
             found = self.task.test(self.model, split, self.share, functools.partial(self._watched, split))
-        self._show()
+        self.log.show(self.state)
         return found
 
     def save(self, *, must: bool = False) -> None:
@@ -200,58 +196,6 @@ class Trainer:
         snapshot.restore_weights(found, self.model)
         return found
 
-    def _update(self, micro_batches: list[dict[str, Tensor]]) -> None:
-        """Run one step of the optimiser. On a GPU the host only queues it, and reads the values of the previous one."""
-        values = self.updater.update(self.state.step, micro_batches)
-        self.state.step += 1
-        self._reports.add(self.state.step, values)
-
-    def _settle(self) -> None:
-        """Wait for every update that was queued."""
-        self._reports.settle()
-        self._count_time()
-
-    def _count_time(self) -> None:
-        now = time.perf_counter()
-        self.state.seconds += now - self._clock
-        self._clock = now
-
-    def _read(self, report: Report) -> None:
-        loss, norm, was_skipped, tokens, told = report.values.tolist()
-        self.state.tokens += int(tokens)
-        self._told_to_stop |= told > 0
-        if was_skipped:
-            self._note_skipped(report.step, loss, norm)
-        else:
-            self.state.skipped_in_a_row = 0
-            self.state.losses.append(loss)
-
-    def _note_skipped(self, step: int, loss: float, norm: float) -> None:
-        """Log what is needed to explain a skipped update, and stop after too many in a row. All ranks agree."""
-        training = self.config.training
-        self.state.skipped += 1
-        self.state.skipped_in_a_row += 1
-        self._say(f"skipped the update of step {step}: loss {loss:.6g}, norm of the gradient {norm:.6g}")
-        numbers = range((step - 1) * training.accumulate, step * training.accumulate)
-        described = [skipped.describe(self.model, self.batches, number, self.training_pass.rerun) for number in numbers]
-        path = skipped.log(self.folder, self.share.rank, step, loss, norm, described)
-        if self.state.skipped_in_a_row > training.max_skipped:
-            raise NonFiniteError(
-                f"loss and gradient must be finite and the loss must not leap, got {self.state.skipped_in_a_row} "
-                f"updates in a row where they did not, up to step {step}: see {path}"
-            )
-
-    def _stream(self) -> Generator[dict[str, Tensor], None, None]:
-        """Yield micro-batches without end, from the position of the run in the data."""
-        data = self.config.data
-        epoch, start = divmod(self.state.step * self.config.training.accumulate, len(self.batches))
-        while True:
-            yield from iterate(
-                self.batches, epoch, start, pin_memory=self.share.device.type == "cuda", workers=data.workers,
-                timeout=data.timeout, name=f"{data.corpus}, train",
-            )  # fmt: skip
-            epoch, start = epoch + 1, 0
-
     def _resume(self, resume: Resume) -> None:
         """Restore the run from a checkpoint."""
         resume = after_restart(resume)
@@ -265,7 +209,7 @@ class Trainer:
         if isinstance(resume, int):
             self.checkpoints.remove_after(resume)
         self.state = State(**found.manifest["state"])
-        self._say(f"going on from {found.folder.name}")
+        self.log.say(f"going on from {found.folder.name}")
 
     def _identity(self) -> dict[str, Any]:
         """Return everything that must be equal for a run to be resumed."""
@@ -280,53 +224,73 @@ class Trainer:
             "multiple_of": self.share.training_multiple_of(self.config),
         }
 
-    def _log(self) -> None:
-        self._settle()
-        losses, seconds = self.state.losses, self.state.seconds - self._logged_seconds
-        tokens = self.state.tokens - self._logged_tokens
-        self._logged_seconds, self._logged_tokens, self.state.losses = self.state.seconds, self.state.tokens, []
-        if self._curves is None:
-            return
-        values = {
-            "loss": sum(losses) / len(losses) if losses else float("nan"),
-            "lr": self.optimizer.param_groups[0]["lr"],
-            "tokens_per_second": tokens / seconds,
-            "tokens": float(self.state.tokens),
-            "seconds": self.state.seconds,
-        }
-        self._loss = values["loss"]
-        self._speed = f"{values['tokens_per_second']:,.0f} tokens/s"
-        if self.share.device.type == "cuda":
-            values["gpu_gib"] = torch.cuda.max_memory_allocated(self.share.device) / 2**30
-            self._speed += f", {values['gpu_gib']:.1f} GiB"
-        self._curves.write(self.state.step, "train", values)
+    def _update(self, micro_batches: list[dict[str, Tensor]]) -> None:
+        """Run one step of the optimiser. On a GPU the host only queues it, and reads the values of the previous one."""
+        values = self.updater.update(self.state.step, micro_batches)
+        self.state.step += 1
+        self._reports.add(self.state.step, values)
 
-    def _show(self, also: str = "") -> None:
-        """Update the display."""
-        if self._is_first:
-            # A process that resumes a finished run has seen no loss.
-            loss = self._loss if self._loss is not None else next(reversed(self.state.losses), None)
-            parts = ["" if loss is None else f"loss {loss:.4f}", self._metric, self._speed, also]
-            says = ", ".join(part for part in parts if part)
-            steps, best = self.config.training.steps, self.state.best
-            self.display.update(self._row, self.state.step, steps, says, loss=loss, best=best)
+    def _read(self, report: Report) -> None:
+        """Take the outcome of an update into the state."""
+        loss, norm, was_skipped, tokens, told = report.values.tolist()
+        self.state.tokens += int(tokens)
+        self._told_to_stop |= told > 0
+        if was_skipped:
+            self._note_skipped(report.step, loss, norm)
+        else:
+            self.state.skipped_in_a_row = 0
+            self.state.losses.append(loss)
+
+    def _note_skipped(self, step: int, loss: float, norm: float) -> None:
+        """Log what is needed to explain a skipped update, and stop after too many in a row. All ranks agree."""
+        training = self.config.training
+        self.state.skipped += 1
+        self.state.skipped_in_a_row += 1
+        self.log.say(f"skipped the update of step {step}: loss {loss:.6g}, norm of the gradient {norm:.6g}")
+        numbers = range((step - 1) * training.accumulate, step * training.accumulate)
+        described = [skipped.describe(self.model, self.batches, number, self.training_pass.rerun) for number in numbers]
+        path = skipped.log(self.folder, self.share.rank, step, loss, norm, described)
+        if self.state.skipped_in_a_row > training.max_skipped:
+            raise NonFiniteError(
+                f"loss and gradient must be finite and the loss must not leap, got {self.state.skipped_in_a_row} "
+                f"updates in a row where they did not, up to step {step}: see {path}"
+            )
+
+    def _log_updates(self) -> None:
+        """Log the updates since the last time."""
+        self._settle()
+        self.log.record_updates(self.state, self.optimizer.param_groups[0]["lr"])
+        self.state.losses = []
+
+    def _settle(self) -> None:
+        """Wait for every update that was queued."""
+        self._reports.settle()
+        self._count_time()
+
+    def _count_time(self) -> None:
+        now = time.perf_counter()
+        self.state.seconds += now - self._clock
+        self._clock = now
+
+    def _stream(self) -> Generator[dict[str, Tensor], None, None]:
+        """Yield micro-batches without end, from the position of the run in the data."""
+        data = self.config.data
+        epoch, start = divmod(self.state.step * self.config.training.accumulate, len(self.batches))
+        while True:
+            yield from iterate(
+                self.batches, epoch, start, pin_memory=self.share.device.type == "cuda", workers=data.workers,
+                timeout=data.timeout, name=f"{data.corpus}, train",
+            )  # fmt: skip
+            epoch, start = epoch + 1, 0
 
     def _watched(self, split: str, steps: Iterable[T], _: str, total: int | None = None) -> Iterator[T]:
         """Iterate over the batches of an evaluation. A signal ends it, unless other ranks would be left waiting."""
         for number, each in enumerate(steps, start=1):
             if self.stop.signal is not None and self.share.ranks == 1:
                 raise Interrupted
-            self._show(f"{split} batch {number:,} of {total:,}" if total is not None else f"{split} batch {number:,}")
+            self.log.show(self.state, f"{split} batch {number:,}" + ("" if total is None else f" of {total:,}"))
             yield each
 
     def _should_stop(self) -> bool:
         """Whether to stop. Every rank gets the same answer at the same step."""
         return self._told_to_stop if self.share.ranks > 1 else self.stop.signal is not None
-
-    def _say(self, text: str) -> None:
-        if self._is_first:
-            self.display.say(text)
-
-    @property
-    def _is_first(self) -> bool:
-        return self.fabric.is_global_zero

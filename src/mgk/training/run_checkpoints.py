@@ -14,8 +14,8 @@ from mgk.training import checkpoint, snapshot
 from mgk.training.checkpoint import Checkpoint, Write
 from mgk.training.distributed import sum_over_ranks
 from mgk.training.errors import CheckpointError, CheckpointWriteError
+from mgk.training.run_log import RunLog
 from mgk.training.task import Task
-from mgk.training.tracking import Display
 
 CHECKPOINTS = "checkpoints"
 STEP, BEST = "step", "best"
@@ -40,11 +40,11 @@ class RunCheckpoints:
         folder: folder of the checkpoints.
         task: saves its tokenizer in every checkpoint.
         fabric: launched Fabric.
-        display: shows what happens.
+        log: log of the run, which says what happens.
     """
 
-    def __init__(self, folder: Path, task: Task, fabric: Fabric, display: Display) -> None:
-        self.folder, self._task, self._fabric, self._display = folder, task, fabric, display
+    def __init__(self, folder: Path, task: Task, fabric: Fabric, log: RunLog) -> None:
+        self.folder, self._task, self._fabric, self._log = folder, task, fabric, log
 
     def find(self, resume: Resume) -> Checkpoint | None:
         """Return the checkpoint to resume from, which is the same for all ranks, or ``None`` to start at step 0."""
@@ -59,10 +59,10 @@ class RunCheckpoints:
         elif resume == "never" and checkpoint.candidates(self.folder, STEP):
             raise CheckpointError(f"{self.folder} must be empty with --resume never, got checkpoints")
         else:
-            found = checkpoint.newest(self.folder, STEP, self._say)
+            found = checkpoint.newest(self.folder, STEP, self._log.say)
         snapshot.check_same_step(found, self.folder, self._fabric)
         if found is None:
-            self._say(f"no checkpoint in {self.folder}: starting at step 0")
+            self._log.say(f"no checkpoint in {self.folder}: starting at step 0")
         return found
 
     def read(self, kind: str, step: int) -> Checkpoint:
@@ -89,10 +89,10 @@ class RunCheckpoints:
             started = time.perf_counter()
             try:
                 checkpoint.save(self.folder, kind, step, content, write)
-                self._display.saved(time.perf_counter() - started)
+                self._log.saved(time.perf_counter() - started)
             except CheckpointWriteError as error:
                 problem = error
-                self._say(f"no checkpoint at step {step}: {error}")
+                self._log.say(f"no checkpoint at step {step}: {error}")
         failed = torch.full((), float(problem is not None), dtype=torch.float32, device=self._fabric.device)
         failed = sum_over_ranks(self._fabric, failed)
         if must and failed > 0:
@@ -116,7 +116,7 @@ class RunCheckpoints:
                     checkpoint.remove(path)
         except OSError as error:
             # The new checkpoint is written, and an old one that remains only costs space.
-            self._say(f"an old checkpoint could not be removed: {error}")
+            self._log.say(f"an old checkpoint could not be removed: {error}")
 
     def remove_after(self, step: int) -> None:
         """Remove later checkpoints, so that after a crash the run does not resume from the abandoned ones."""
@@ -124,9 +124,5 @@ class RunCheckpoints:
             return
         for path in checkpoint.candidates(self.folder, STEP):
             if checkpoint.step_of(path) > step:
-                self._say(f"removed {path.name}, which comes after step {step}")
+                self._log.say(f"removed {path.name}, which comes after step {step}")
                 checkpoint.remove(path)
-
-    def _say(self, text: str) -> None:
-        if self._fabric.is_global_zero:
-            self._display.say(text)
