@@ -123,7 +123,7 @@ class Bench:
         steps = trainer.steps()
         for _ in range(CHECKED):
             next(steps)
-        trainer._settle()
+        trainer.wait()
         return trainer.state.losses
 
     def run(self, way: Way, folder: Path) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class Bench:
         # Until nothing is compiled any more, and what comes twice is recorded.
         warmup = self.watch(self.options.warmup, functools.partial(next, steps)) * self.options.warmup
         times = [self.watch(self.options.steps, functools.partial(next, steps)) for _ in range(self.options.rounds)]
-        if way.recorded and (trainer._graphs is None or trainer._graphs._failed):
+        if way.recorded and (trainer.updater.graphs is None or trainer.updater.graphs._failed):
             raise RuntimeError(f"updates must be recorded as CUDA graphs, got {way.name} without")
         tokens = trainer.task.count_tokens(trainer.batches.batch(0, 0))
         return {
@@ -142,7 +142,7 @@ class Bench:
             "all_seconds_per_step": times,
             "tokens_per_second": tokens / statistics.median(times),
             "peak_gib": self.watch.peak_gib(),
-            "recordings": len(trainer._graphs._recordings) if trainer._graphs is not None else 0,
+            "recordings": len(trainer.updater.graphs._recordings) if trainer.updater.graphs is not None else 0,
             "warmup_seconds": warmup,
             "seconds_in_all": time.perf_counter() - start,
         }
@@ -151,13 +151,13 @@ class Bench:
         """Of the last layer alone."""
         head = trainer.model.lm_head
         assert isinstance(head, AdaptiveSoftmax)
-        inputs = model_inputs(trainer._on_device(trainer.batches.batch(0, 0)))
+        inputs = model_inputs(trainer.training_pass.on_device(trainer.batches.batch(0, 0)))
         target = inputs["shift_labels"].flatten()
         hidden = torch.randn(len(target), head.weight.shape[1], device=target.device, requires_grad=True)
         loss: Callable[..., torch.Tensor] = torch.compile(head.loss) if way.compiled else head.loss
 
         def step() -> None:
-            with trainer._autocast():
+            with trainer.training_pass.autocast():
                 total = loss(hidden, target, inputs.get("cluster_rows")).mean()
             total.backward()
             head.zero_grad()

@@ -46,12 +46,12 @@ class Bare:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.batch = trainer._on_device(trainer.batches.batch(0, 0))
+        self.batch = trainer.training_pass.on_device(trainer.batches.batch(0, 0))
         assert self.batch["input_ids"].shape[1] == WIDTH
 
     def step(self) -> None:
         trainer = self.trainer
-        with trainer._autocast():
+        with trainer.training_pass.autocast():
             loss = trainer.model(**self.batch).loss
         loss.backward()
         trainer.optimizer.step()
@@ -80,7 +80,7 @@ def check_losses(heads: int, fabric: Fabric, corpus: Corpus, folder: Path) -> No
         steps = walker.steps()
         for _ in range(8):
             next(steps)
-        walker._settle()
+        walker.wait()
         losses.append(walker.state.losses)
     worst = max(abs(fast - plain) for fast, plain in zip(*losses, strict=True))
     if not worst < 0.01:
@@ -116,7 +116,7 @@ def measure(heads: int, corpus: Corpus, steps: int, warmup: int, rounds: int, fo
         seconds(10 * warmup if name == "by_length" else warmup, fabric.device, step)
     for name, trainer in runs.items():
         # No number for a run that fell back to something else.
-        recorded = trainer._graphs
+        recorded = trainer.updater.graphs
         if fabric.device.type == "cuda" and (recorded is None or recorded._failed):
             raise RuntimeError(f"updates must be recorded as CUDA graphs, got {name} without")
     times: dict[str, list[float]] = {name: [] for name in steppers}

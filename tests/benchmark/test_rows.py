@@ -151,7 +151,7 @@ def test_an_update_with_another_loss_gets_no_number(fabric, monkeypatch):
 
 
 def test_updates_that_are_all_skipped_get_no_number(fabric, monkeypatch):
-    monkeypatch.setattr("mgk.training.loop.skipped.is_leap", lambda loss, *_: torch.tensor(True))
+    monkeypatch.setattr("mgk.training.skipped.is_leap", lambda loss, *_: torch.tensor(True))
     runs = tiny(*ROWS[:1])
     found = rows.compare(runs, random_text(runs[0]), fabric=fabric, effort=EFFORT, clock=Clock())
     assert [each["reason"] for each in found.failures] == [

@@ -86,10 +86,10 @@ def test_what_is_written_at_the_end_is_checked_at_the_start(tmp_path, options, w
     """Before the time of a machine that goes back afterwards is spent."""
     (tmp_path / "file").write_text("")
     paths = {name: tmp_path / path for name, path in options.items()}
-    with pytest.raises(ValueError, match=f"{what} must be a folder that can be made, got .*file: File exists"):
+    with pytest.raises(ValueError, match=f"{what} must be a folder that can be written to, got .*file: File exists"):
         run_cells([], None, jobs=1, **paths)
     if "results" in paths:
-        with pytest.raises(ValueError, match="--results must be a folder that can be made"):
+        with pytest.raises(ValueError, match="--results must be a folder that can be written to"):
             run_sweep("demo", folder=tmp_path / "runs", **paths)
 
 

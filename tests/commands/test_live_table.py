@@ -128,7 +128,7 @@ def test_a_run_says_where_it_is(corpus, tmp_path):
     said = read_status(tmp_path)
     assert (said.state, said.step) == ("done", 12)
     assert said.best == trainer.state.best
-    assert said.loss == pytest.approx(trainer._loss)
+    assert said.loss == pytest.approx(trainer.log.loss)
     assert "validation accuracy" in said.says
     assert 0 < said.save_seconds < said.seconds
 

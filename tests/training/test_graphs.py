@@ -50,9 +50,9 @@ def test_recorded_updates_are_the_same(tmp_path, task, precision):
     plain = train(make_run(tmp_path, "plain", task, 80, cuda_graphs=False, **options))
     trainer = make_run(tmp_path, "recorded", task, 80, **options)
     recorded = train(trainer)
-    assert trainer._graphs is not None
-    assert not trainer._graphs._failed
-    assert len(trainer._graphs._recordings) >= 1
+    assert trainer.updater.graphs is not None
+    assert not trainer.updater.graphs._failed
+    assert len(trainer.updater.graphs._recordings) >= 1
     # Atomic sums in backward round differently from run to run.
     assert recorded == pytest.approx(plain, rel=1e-4 if precision == "fp32" else 2e-2)
 
@@ -73,8 +73,8 @@ def test_an_adaptive_softmax_is_recorded(tmp_path, precision, compiled):
     counters.clear()
     trainer = make_run(tmp_path, "recorded", "language", 80, **options)
     recorded = train(trainer, until=39)
-    assert not trainer._graphs._failed
-    assert len(trainer._graphs._recordings) > 1
+    assert not trainer.updater.graphs._failed
+    assert len(trainer.updater.graphs._recordings) > 1
     assert recorded == pytest.approx(plain, rel=1e-4 if precision == "fp32" else 2e-2)
     assert not counters["graph_break"]
 
@@ -86,10 +86,10 @@ def test_recorded_updates_drop_other_pairs_each_time(tmp_path, task):
     options = {"precision": "bf16", "compile": False, "dropout": 0.0, "attention_dropout": 0.3}
     trainer = make_run(tmp_path, "recorded", task, 80, **options)
     recorded = train(trainer)
-    assert not trainer._graphs._failed
+    assert not trainer.updater.graphs._failed
     plain = train(make_run(tmp_path, "plain", task, 80, cuda_graphs=False, **options))
     assert recorded == pytest.approx(plain, rel=2e-2)
-    recording = next(iter(trainer._graphs._recordings.values()))
+    recording = next(iter(trainer.updater.graphs._recordings.values()))
     losses = []
     for _ in range(8):
         recording.graph.replay()
@@ -113,8 +113,8 @@ def test_a_run_with_graphs_goes_on_where_it_stopped(tmp_path):
 def test_compiled_updates_are_recorded_too(tmp_path):
     trainer = make_run(tmp_path, "run", "classification", 60)
     train(trainer)
-    assert not trainer._graphs._failed
-    assert trainer._graphs._recordings
+    assert not trainer.updater.graphs._failed
+    assert trainer.updater.graphs._recordings
     assert trainer.losses[-1] < trainer.losses[0]
 
 
@@ -122,7 +122,7 @@ def test_compiled_updates_are_recorded_too(tmp_path):
 def test_priors_set_by_em_are_not_recorded(tmp_path):
     config = make_config("classification", model={"attention": "smgk-em"}, training={"steps": 4})
     corpus = make_corpus("classification", tmp_path / "corpus")
-    assert Trainer(config, tmp_path, corpus, build_fabric(device="cuda"))._graphs is None
+    assert Trainer(config, tmp_path, corpus, build_fabric(device="cuda")).updater.graphs is None
 
 
 @pytest.mark.gpu

@@ -46,9 +46,9 @@ class Poisoned(Recorded):
         return self.model.training and self.state.step + 1 in self.steps_to_poison
 
 
-def make_poisoned(poison, steps, folder, corpus, **changes):
+def make_poisoned(poison, steps, folder, corpus, display=None, **changes):
     kind = type("Kind", (Poisoned,), {"steps_to_poison": steps, "poison": poison})
-    return make_trainer(make_config(**changes), folder, corpus, kind)
+    return make_trainer(make_config(**changes), folder, corpus, kind, display=display)
 
 
 def weights_and_moments(trainer):
@@ -127,12 +127,9 @@ def test_two_runs_with_the_same_fault_are_one(corpus, tmp_path, accumulate):
 
 
 def test_what_is_kept_of_it(corpus, tmp_path):
-    trainer = make_poisoned(
-        "nan", {3}, tmp_path, corpus, training={"accumulate": 2, "batch_size": 16}, model={"num_hidden_layers": 2}
-    )
     lines = Lines()
-    lines.display.add("run", 5)
-    trainer.display = lines.display
+    changes = {"training": {"accumulate": 2, "batch_size": 16}, "model": {"num_hidden_layers": 2}}
+    trainer = make_poisoned("nan", {3}, tmp_path, corpus, display=lines.display, **changes)
     take_steps(trainer, 5)
     (line,) = map(json.loads, (tmp_path / SKIPPED).read_text().splitlines())
     assert line["step"] == 3
@@ -149,7 +146,7 @@ def test_what_is_kept_of_it(corpus, tmp_path):
         norms = batch["gradient_norms"]
         assert {"model.layers.0", "model.layers.1", "model.embed_tokens", "classifier.dense"} <= norms.keys()
         assert all(0 < norm < 100 for norm in norms.values())
-    assert lines.said == ["skipped the update of step 3: loss nan, norm of the gradient nan"]
+    assert lines.said[1:] == ["skipped the update of step 3: loss nan, norm of the gradient nan"]
 
 
 @pytest.mark.parametrize("task", ["pairs", "language", "translation"])
@@ -207,7 +204,7 @@ def test_a_checkpoint_holds_no_nan_of_the_running_mean(corpus, tmp_path):
     trainer = make_trainer(make_config(), tmp_path, corpus)
     trainer.save(must=True)
     assert trainer.state.running_loss is None
-    assert math.isnan(float(make_trainer(make_config(), tmp_path, corpus)._running_loss))
+    assert math.isnan(float(make_trainer(make_config(), tmp_path, corpus).updater.running_loss))
 
 
 @pytest.mark.parametrize(
@@ -266,13 +263,13 @@ def test_fp16_finds_its_scale_and_learns(corpus, tmp_path):
     precise = make_trainer(make_config(), tmp_path / "fp32", corpus)
     take_steps(precise, 1)
     trainer = make_trainer(make_config(training={"precision": "fp16"}), tmp_path / "fp16", corpus)
-    trainer._loss_scale.value *= 2.0**12
+    trainer.updater.loss_scale.value *= 2.0**12
     take_steps(trainer, 1)
     assert trainer.state.skipped == 1
-    assert trainer._loss_scale.value == 2.0**27
+    assert trainer.updater.loss_scale.value == 2.0**27
     while trainer.state.skipped_in_a_row:
         take_steps(trainer, trainer.state.step + 1)
-    scale, skipped = float(trainer._loss_scale.value), trainer.state.skipped
+    scale, skipped = float(trainer.updater.loss_scale.value), trainer.state.skipped
     assert scale == 2.0 ** (28 - skipped)
     take_steps(trainer, 40)
     assert trainer.state.skipped <= skipped + 4
@@ -280,8 +277,8 @@ def test_fp16_finds_its_scale_and_learns(corpus, tmp_path):
     assert 0.2 < norm / expected < 5
     trainer.save(must=True)
     again = make_trainer(make_config(training={"precision": "fp16"}), tmp_path / "fp16", corpus)
-    assert again._loss_scale.value == trainer._loss_scale.value
-    assert again._loss_scale.since_overflow == trainer._loss_scale.since_overflow > 0
+    assert again.updater.loss_scale.value == trainer.updater.loss_scale.value
+    assert again.updater.loss_scale.since_overflow == trainer.updater.loss_scale.since_overflow > 0
 
 
 def eval_norm(record):
@@ -291,7 +288,7 @@ def eval_norm(record):
 
 def test_bf16_trains(corpus, tmp_path):
     trainer = make_trainer(make_config(training={"precision": "bf16"}), tmp_path, corpus)
-    assert trainer._loss_scale is None
+    assert trainer.updater.loss_scale is None
     seen = set()
     trainer.model.model.layers[0].register_forward_hook(
         lambda module, args, output: seen.add(torch.is_autocast_enabled("cpu"))

@@ -143,7 +143,7 @@ def test_a_sink_that_is_not_writable(corpus, tmp_path):
         def fail(*args):
             raise PermissionError(13, "Permission denied")
 
-        trainer._curves._write = fail
+        trainer.log._curves._write = fail
 
     compare_with_undisturbed(corpus, tmp_path, lambda folder: deny)
 
@@ -160,13 +160,13 @@ def test_tensorboard_that_fails_later(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
 
     def fill(trainer):
-        writer = trainer._curves._board.file_writer.event_writer._async_writer
+        writer = trainer.log._curves._board.file_writer.event_writer._async_writer
 
         def fail(data):
             raise OSError(28, "No space left on device")
 
         writer._writer.write = fail
-        trainer._curves._board.add_scalar("x", 1.0, 0)
+        trainer.log._curves._board.add_scalar("x", 1.0, 0)
         until = time.monotonic() + 20
         while writer._worker.exception is None and time.monotonic() < until:
             time.sleep(0.01)

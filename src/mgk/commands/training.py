@@ -15,6 +15,7 @@ from rich.table import Table
 
 from mgk.data.full_table import full_table
 from mgk.data.kind import Progress, no_progress
+from mgk.training.folder import make_folder
 
 if TYPE_CHECKING:
     from mgk.training.configuration import RunConfig
@@ -98,7 +99,7 @@ def train(
     config = chosen.config(row, [*model, *(changes or [])])
     named = {"--attention": attention, "--heads": heads, "--row": row}
     options = [part for name, value in named.items() if value is not None for part in (name, str(value))]
-    check_folder("--results", results)
+    make_folder("--results", results)
     place = default_run(config) if folder is None else folder
     run(
         config, place, source=source, resume=parse_resume(resume), device=device, devices=devices, nodes=nodes,
@@ -271,18 +272,6 @@ def sweep(
 def default_run(config: RunConfig, runs: Path = RUNS) -> Path:
     """Default folder of a run."""
     return runs / config.name / config.row / f"seed-{config.seed}"
-
-
-def check_folder(what: str, folder: Path | None) -> None:
-    """Check before the training that a folder can be written to, because nothing is written there until it is over."""
-    if folder is None:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{what} must be a folder that can be made, got {folder}: {error.strerror}") from error
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"{what} must be a folder that can be written to, got {folder}")
 
 
 def write_copy(results: Path, found: dict[str, Any]) -> None:

@@ -109,6 +109,14 @@ def on_first_rank(fabric: Fabric, action: Callable[[], object]) -> None:
         raise RuntimeError("the first rank must be ready, got an error there")
 
 
+def sum_over_ranks(fabric: Fabric, value: Tensor) -> Tensor:
+    """Sum a tensor over all ranks in place, and return it."""
+    # Fabric's all-reduce is not used, because it makes the host wait for all ranks first.
+    if fabric.world_size > 1:
+        dist.all_reduce(value)
+    return value
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Gather a tensor from all its shards on the CPU. Every rank must call it."""
     tensor = tensor.detach()

@@ -14,9 +14,9 @@ from mgk.training.configuration import RunConfig, from_mapping, read_yaml
 from mgk.training.corpora import open_or_prepare
 from mgk.training.distributed import build_fabric
 from mgk.training.errors import CheckpointError
-from mgk.training.loop import BEST, CHECKPOINTS
 from mgk.training.resolved_model import model_of_record, with_model_of_record
 from mgk.training.run import CONFIG
+from mgk.training.run_checkpoints import BEST, CHECKPOINTS
 from mgk.training.task import Share, Task, build_task, choose_precision
 
 

@@ -6,50 +6,47 @@ A run lives in a folder::
 
 :class:`Trainer` is one run, which ``for step in trainer.steps()`` carries out. :func:`mgk.training.fit` also tests the
 best model and writes the result.
+
+An update is the work of :class:`~mgk.training.updater.Updater`, and its values come back through
+:class:`~mgk.training.reports.Reports`. :class:`~mgk.training.run_checkpoints.RunCheckpoints` has the checkpoints, and
+:class:`~mgk.training.run_log.RunLog` what is shown and recorded on the way.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import json
-import os
 import time
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from mgk.data.batches import iterate
 from mgk.data.store import Corpus
-from mgk.models.layer import MGKLayer
 from mgk.nn import parameter_groups
-from mgk.training import checkpoint, graphs, skipped, snapshot
-from mgk.training.checkpoint import Checkpoint, Write
+from mgk.training import skipped, snapshot
+from mgk.training.checkpoint import Checkpoint
 from mgk.training.configuration import RunConfig, to_mapping
-from mgk.training.distributed import seed_everything, total_norm
-from mgk.training.errors import CheckpointError, CheckpointWriteError, Interrupted, NonFiniteError
-from mgk.training.graphs import GraphedStep
-from mgk.training.loss_scale import LossScale
-from mgk.training.schedule import rates
+from mgk.training.distributed import seed_everything
+from mgk.training.errors import CheckpointError, Interrupted, NonFiniteError
+from mgk.training.reports import Report, Reports
+from mgk.training.run_checkpoints import BEST, CHECKPOINTS, STEP, Resume, RunCheckpoints, after_restart
+from mgk.training.run_log import RunLog
 from mgk.training.signals import GracefulStop
-from mgk.training.state import Report, State
+from mgk.training.skipped import SKIPPED
+from mgk.training.state import State
 from mgk.training.task import Share, Task, build_task, choose_precision, uncompiled
-from mgk.training.tracking import Curves, Display
+from mgk.training.tracking import Display
+from mgk.training.training_pass import TrainingPass
+from mgk.training.updater import Updater
+
+__all__ = ["BEST", "CHECKPOINTS", "SKIPPED", "STEP", "Resume", "Trainer"]
 
 T = TypeVar("T")
-Resume = Literal["auto", "never"] | int
-
-CHECKPOINTS, SKIPPED = "checkpoints", "skipped.jsonl"
-STEP, BEST = "step", "best"
 
 
 class Trainer:
@@ -78,8 +75,8 @@ class Trainer:
         stop: GracefulStop | None = None,
     ) -> None:
         self.config, self.folder, self.fabric = config, folder, fabric
-        self.display = display or Display(quiet=True)
         self.stop = stop or GracefulStop()
+        self.log = RunLog(config, folder, fabric, display or Display(quiet=True))
         self.state = State()
         self.task: Task = build_task(config, corpus)
         self.share = Share(
@@ -89,12 +86,13 @@ class Trainer:
             ranks=fabric.world_size,
         )
         self.batches = self.task.training_batches(self.share)
-        self.checkpoints = folder / CHECKPOINTS
+        self.checkpoints = RunCheckpoints(folder / CHECKPOINTS, self.task, fabric, self.log)
 
         seed_everything(config.seed)
         self.model = self.task.build_model().train()
-        self._compile()
-        self._wrapped = fabric.setup_module(self.model)
+        self.training_pass = TrainingPass(
+            self.model, self.task, fabric, precision=self.share.precision, compiled=config.training.compile
+        )
         # A fused optimiser can skip an update on the device, without asking the host.
         self.optimizer = torch.optim.AdamW(
             parameter_groups(self.model, config.optimizer.weight_decay),
@@ -104,23 +102,11 @@ class Trainer:
         seed_everything(config.seed + 1_000_003 * self.share.rank)
         self._resume(resume)
 
-        state = self.state
-        self._running_loss = self._scalar(float("nan") if state.running_loss is None else state.running_loss)
-        self._loss_scale = (
-            LossScale(self.share.device, value=state.loss_scale, since_overflow=state.since_overflow)
-            if self.share.precision is torch.float16
-            else None
-        )
-        self._graphs = GraphedStep(self._pass, self._on_device, self.share.device) if self._may_record else None
-        self._reports: deque[Report] = deque()
+        self.updater = Updater(config, self.training_pass, self.optimizer, state=self.state, stop=self.stop)
+        self._reports = Reports(self._read)
         self._told_to_stop = False
-        self._clock, self._logged_seconds, self._logged_tokens = time.perf_counter(), state.seconds, state.tokens
-        self._loss: float | None = None
-        self._metric = self._speed = ""
-        self._curves: Curves | None = None
-        if self._is_first:
-            self._row = self.display.add(f"{config.name} {config.row}".strip(), config.training.steps, state.step)
-            self._curves = Curves(folder, state.step, state.validated, self._say)
+        self._clock = time.perf_counter()
+        self.log.begin(self.state)
 
     def steps(self) -> Iterator[int]:
         """Run the updates one by one, and yield the number of updates done after each."""
@@ -140,8 +126,8 @@ class Trainer:
                     raise Interrupted
                 self._update([next(stream) for _ in range(training.accumulate)])
                 if self.state.step % training.log_every == 0:
-                    self._log()
-                self._show()
+                    self._log_updates()
+                self.log.show(self.state)
                 self._count_time()
                 yield self.state.step
                 self._clock = time.perf_counter()
@@ -150,8 +136,7 @@ class Trainer:
             raise
         finally:
             stream.close()
-            if self._curves is not None:
-                self._curves.close()
+            self.log.close()
 
     def validate(self) -> dict[str, float]:
         """Evaluate the model on the validation split, and save it if it is the best so far."""
@@ -162,13 +147,11 @@ class Trainer:
         name = self.config.validation.metric
         score = -metrics[name] if name == "loss" else metrics[name]
         self.state.validated = self.state.step
-        self._metric = f"validation {name} {metrics[name]:.4f}"
-        if self._curves is not None:
-            self._curves.write(self.state.step, "valid", {**metrics, "validation_seconds": took})
+        self.log.record_validation(self.state, metrics, took)
         # NaN is never the best score.
         if score == score and (self.state.best is None or score > self.state.best):
             content = {**self._identity(), "metrics": metrics}
-            if self._write(BEST, content, snapshot.take_weights(self.model)):
+            if self.checkpoints.write(BEST, self.state.step, content, snapshot.take_weights(self.model)):
                 self.state.best, self.state.best_step = score, self.state.step
         self._clock = time.perf_counter()
         return metrics
@@ -183,16 +166,17 @@ class Trainer:
         # compile than all validations of a short run take without it.
         with uncompiled(self.model):
             found = self.task.test(self.model, split, self.share, functools.partial(self._watched, split))
-        self._show()
+        self.log.show(self.state)
         return found
 
     def save(self, *, must: bool = False) -> None:
         """Write a checkpoint. A failure is reported, and is an error only if ``must`` is set."""
         self._settle()
         files = snapshot.take_all(self.model, self.optimizer, self.fabric)
-        self._write(STEP, self._manifest(), files, must=must)
-        if self._is_first:
-            self._prune()
+        self.updater.store(self.state)
+        content = {**self._identity(), "state": dataclasses.asdict(self.state)}
+        self.checkpoints.write(STEP, self.state.step, content, files, must=must)
+        self.checkpoints.prune(self.config.training.keep_checkpoints, self.state.best_step)
         self._clock = time.perf_counter()
 
     def wait(self) -> None:
@@ -202,168 +186,30 @@ class Trainer:
     @property
     def is_recorded(self) -> bool:
         """Whether updates are already replayed as CUDA graphs."""
-        return self._graphs is not None and self._graphs.is_recorded
+        return self.updater.graphs is not None and self.updater.graphs.is_recorded
 
     def load_best(self) -> Checkpoint:
         """Load the weights of the best validation into the model."""
         if self.state.best is None:
             raise CheckpointError(f"{self.folder} must have validated at least once with a finite metric, got none")
-        found = checkpoint.read(checkpoint.place(self.checkpoints, BEST, self.state.best_step))
+        found = self.checkpoints.read(BEST, self.state.best_step)
         snapshot.restore_weights(found, self.model)
         return found
 
-    def _update(self, micro_batches: list[dict[str, Tensor]]) -> None:
-        """Run one step of the optimiser. On a GPU the host only queues it, and reads the values of the previous one."""
-        config, training = self.config, self.config.training
-        lr, beta1 = rates(self.state.step, training.steps, config.schedule, config.optimizer)
-        for group in self.optimizer.param_groups:
-            group["lr"], group["betas"] = lr, (beta1, config.optimizer.betas[1])
-
-        # Ranks average their gradients, so each divides its loss by the mean number of targets per rank.
-        targets = self._sum_over_ranks(self._scalar(sum(map(self.task.count_targets, micro_batches))))
-        scale = self._scalar(1.0) if self._loss_scale is None else self._loss_scale.value
-        loss = self._scalar(0.0)
-        for number, batch in enumerate(micro_batches):
-            with self._without_sync(number < len(micro_batches) - 1):
-                if self._graphs is not None:
-                    loss += self._graphs(batch, targets, scale)
-                else:
-                    loss += self._pass(self._on_device(batch), targets / self.share.ranks, scale)
-        tokens = self._scalar(sum(map(self.task.count_tokens, micro_batches)))
-        told = self._scalar(self.stop.signal is not None)
-        loss, tokens, told = self._sum_over_ranks(torch.stack([loss / self.share.ranks, tokens, told]))
-
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = total_norm(gradients) / scale
-        skip = ~(loss.isfinite() & norm.isfinite()) | skipped.is_leap(loss, self._running_loss, training.max_loss_ratio)
-        if training.clip_norm is not None:
-            factor = (training.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
-        # These are the attributes that GradScaler sets: a fused optimiser divides gradients by grad_scale, and skips
-        # the update if found_inf is 1.
-        self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
-        self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=self._graphs is None)
-        self.task.after_update(self.model, skip)
-        self._running_loss = skipped.running_mean(loss, self._running_loss, skip)
-        if self._loss_scale is not None:
-            self._loss_scale.update(~norm.isfinite())
-
-        self.state.step += 1
-        self._queue(torch.stack([loss, norm, skip.float(), tokens, told]))
-
-    def _pass(self, batch: dict[str, Tensor], num_targets: Tensor, scale: Tensor) -> Tensor:
-        """Run forward and backward of a batch on the device, and return the loss."""
-        with self._autocast():
-            loss = self.task.loss(self._wrapped, batch, num_targets)
-        self.fabric.backward(loss * scale)
-        return loss.detach()
-
-    def _queue(self, values: Tensor) -> None:
-        """Start copying the values of this update to the host, and read those of the previous one."""
-        if values.device.type == "cuda":
-            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-            ready = torch.cuda.Event()
-            ready.record()
-            self._reports.append(Report(self.state.step, host, ready))
-            # The previous update has finished or will soon, and meanwhile the GPU has work.
-            while len(self._reports) > 1:
-                self._read(self._reports.popleft())
-        else:
-            self._read(Report(self.state.step, values, None))
-
-    def _settle(self) -> None:
-        """Wait for every update that was queued."""
-        while self._reports:
-            self._read(self._reports.popleft())
-        self._count_time()
-
-    def _count_time(self) -> None:
-        now = time.perf_counter()
-        self.state.seconds += now - self._clock
-        self._clock = now
-
-    def _read(self, report: Report) -> None:
-        if report.ready is not None:
-            report.ready.synchronize()
-        loss, norm, was_skipped, tokens, told = report.values.tolist()
-        self.state.tokens += int(tokens)
-        self._told_to_stop |= told > 0
-        if was_skipped:
-            self._note_skipped(report.step, loss, norm)
-        else:
-            self.state.skipped_in_a_row = 0
-            self.state.losses.append(loss)
-
-    def _note_skipped(self, step: int, loss: float, norm: float) -> None:
-        """Log what is needed to explain a skipped update, and stop after too many in a row. All ranks agree."""
-        training = self.config.training
-        self.state.skipped += 1
-        self.state.skipped_in_a_row += 1
-        self._say(f"skipped the update of step {step}: loss {loss:.6g}, norm of the gradient {norm:.6g}")
-        numbers = range((step - 1) * training.accumulate, step * training.accumulate)
-        described = [skipped.describe(self.model, self.batches, number, self._rerun) for number in numbers]
-        line = {"step": step, "rank": self.share.rank, "loss": loss, "gradient_norm": norm, "batches": described}
-        path = self.folder / (SKIPPED if self._is_first else f"rank{self.share.rank}-{SKIPPED}")
-        with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        if self.state.skipped_in_a_row > training.max_skipped:
-            raise NonFiniteError(
-                f"loss and gradient must be finite and the loss must not leap, got {self.state.skipped_in_a_row} "
-                f"updates in a row where they did not, up to step {step}: see {path}"
-            )
-
-    def _rerun(self, batch: dict[str, Tensor]) -> Any:
-        with self._autocast():
-            outputs = self.task.outputs(self._wrapped, self._on_device(batch))
-        self.fabric.backward(outputs.loss)
-        return outputs
-
-    def _stream(self) -> Generator[dict[str, Tensor], None, None]:
-        """Yield micro-batches without end, from the position of the run in the data."""
-        data = self.config.data
-        epoch, start = divmod(self.state.step * self.config.training.accumulate, len(self.batches))
-        while True:
-            yield from iterate(
-                self.batches, epoch, start, pin_memory=self.share.device.type == "cuda", workers=data.workers,
-                timeout=data.timeout, name=f"{data.corpus}, train",
-            )  # fmt: skip
-            epoch, start = epoch + 1, 0
-
     def _resume(self, resume: Resume) -> None:
         """Restore the run from a checkpoint."""
-        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or "SLURM_RESTART_COUNT" in os.environ:
-            # --resume was meant for the first start. A restart by torchrun or SLURM has newer checkpoints.
-            resume = "auto"
-        if isinstance(resume, int):
-            steps = [checkpoint.step_of(path) for path in checkpoint.candidates(self.checkpoints, STEP)]
-            if resume not in steps:
-                listed = ", ".join(map(str, sorted(steps))) or "none"
-                raise CheckpointError(
-                    f"--resume must be the step of a checkpoint in {self.checkpoints} ({listed}), got {resume}"
-                )
-            found: Checkpoint | None = checkpoint.read(checkpoint.place(self.checkpoints, STEP, resume))
-        elif resume == "never" and checkpoint.candidates(self.checkpoints, STEP):
-            raise CheckpointError(f"{self.checkpoints} must be empty with --resume never, got checkpoints")
-        else:
-            found = checkpoint.newest(self.checkpoints, STEP, self._say)
-        snapshot.check_same_step(found, self.checkpoints, self.fabric)
+        resume = after_restart(resume)
+        found = self.checkpoints.find(resume)
         if found is None:
-            self._say(f"no checkpoint in {self.checkpoints}: starting at step 0")
             return
         self.share = snapshot.lay_out_as(found, self.share, self.config)
         snapshot.check_same_run(found, self._identity())
         self.batches = self.task.training_batches(self.share)
         snapshot.restore_all(found, self.model, self.optimizer, self.fabric)
-        if isinstance(resume, int) and self._is_first:
-            # Later checkpoints are removed, so that after a crash the run does not resume from the abandoned ones.
-            for path in checkpoint.candidates(self.checkpoints, STEP):
-                if checkpoint.step_of(path) > resume:
-                    self._say(f"removed {path.name}, which comes after step {resume}")
-                    checkpoint.remove(path)
+        if isinstance(resume, int):
+            self.checkpoints.remove_after(resume)
         self.state = State(**found.manifest["state"])
-        self._say(f"going on from {found.folder.name}")
+        self.log.say(f"going on from {found.folder.name}")
 
     def _identity(self) -> dict[str, Any]:
         """Return everything that must be equal for a run to be resumed."""
@@ -378,148 +224,73 @@ class Trainer:
             "multiple_of": self.share.training_multiple_of(self.config),
         }
 
-    def _manifest(self) -> dict[str, Any]:
-        running = float(self._running_loss)
-        self.state.running_loss = None if running != running else running
-        if self._loss_scale is not None:
-            self.state.loss_scale = float(self._loss_scale.value)
-            self.state.since_overflow = float(self._loss_scale.since_overflow)
-        return {**self._identity(), "state": dataclasses.asdict(self.state)}
+    def _update(self, micro_batches: list[dict[str, Tensor]]) -> None:
+        """Run one step of the optimiser. On a GPU the host only queues it, and reads the values of the previous one."""
+        values = self.updater.update(self.state.step, micro_batches)
+        self.state.step += 1
+        self._reports.add(self.state.step, values)
 
-    def _write(self, kind: str, content: dict[str, Any], files: Write, *, must: bool = False) -> bool:
-        """Write a checkpoint on the first rank, and return on all ranks whether that succeeded."""
-        problem: CheckpointWriteError | None = None
-        if self._is_first:
+    def _read(self, report: Report) -> None:
+        """Take the outcome of an update into the state."""
+        loss, norm, was_skipped, tokens, told = report.values.tolist()
+        self.state.tokens += int(tokens)
+        self._told_to_stop |= told > 0
+        if was_skipped:
+            self._note_skipped(report.step, loss, norm)
+        else:
+            self.state.skipped_in_a_row = 0
+            self.state.losses.append(loss)
 
-            def write(folder: Path) -> None:
-                files(folder)
-                self.task.save_tokenizer(folder)
+    def _note_skipped(self, step: int, loss: float, norm: float) -> None:
+        """Log what is needed to explain a skipped update, and stop after too many in a row. All ranks agree."""
+        training = self.config.training
+        self.state.skipped += 1
+        self.state.skipped_in_a_row += 1
+        self.log.say(f"skipped the update of step {step}: loss {loss:.6g}, norm of the gradient {norm:.6g}")
+        numbers = range((step - 1) * training.accumulate, step * training.accumulate)
+        described = [skipped.describe(self.model, self.batches, number, self.training_pass.rerun) for number in numbers]
+        path = skipped.log(self.folder, self.share.rank, step, loss, norm, described)
+        if self.state.skipped_in_a_row > training.max_skipped:
+            raise NonFiniteError(
+                f"loss and gradient must be finite and the loss must not leap, got {self.state.skipped_in_a_row} "
+                f"updates in a row where they did not, up to step {step}: see {path}"
+            )
 
-            started = time.perf_counter()
-            try:
-                checkpoint.save(self.checkpoints, kind, self.state.step, content, write)
-                self.display.saved(time.perf_counter() - started)
-            except CheckpointWriteError as error:
-                problem = error
-                self._say(f"no checkpoint at step {self.state.step}: {error}")
-        failed = self._sum_over_ranks(self._scalar(float(problem is not None)))
-        if must and failed > 0:
-            raise problem or CheckpointWriteError("the first rank must write its checkpoint, got an error there")
-        return bool(failed == 0)
-
-    def _prune(self) -> None:
-        """Remove old checkpoints, except best models that one of the remaining checkpoints refers to."""
-        try:
-            kept = checkpoint.prune(self.checkpoints, STEP, self.config.training.keep_checkpoints)
-            needed = {self.state.best_step, *(each.manifest["state"]["best_step"] for each in kept)}
-            for path in checkpoint.candidates(self.checkpoints, BEST):
-                if checkpoint.step_of(path) not in needed:
-                    checkpoint.remove(path)
-        except OSError as error:
-            # The new checkpoint is written, and an old one that remains only costs space.
-            self._say(f"an old checkpoint could not be removed: {error}")
-
-    def _log(self) -> None:
+    def _log_updates(self) -> None:
+        """Log the updates since the last time."""
         self._settle()
-        losses, seconds = self.state.losses, self.state.seconds - self._logged_seconds
-        tokens = self.state.tokens - self._logged_tokens
-        self._logged_seconds, self._logged_tokens, self.state.losses = self.state.seconds, self.state.tokens, []
-        if self._curves is None:
-            return
-        values = {
-            "loss": sum(losses) / len(losses) if losses else float("nan"),
-            "lr": self.optimizer.param_groups[0]["lr"],
-            "tokens_per_second": tokens / seconds,
-            "tokens": float(self.state.tokens),
-            "seconds": self.state.seconds,
-        }
-        self._loss = values["loss"]
-        self._speed = f"{values['tokens_per_second']:,.0f} tokens/s"
-        if self.share.device.type == "cuda":
-            values["gpu_gib"] = torch.cuda.max_memory_allocated(self.share.device) / 2**30
-            self._speed += f", {values['gpu_gib']:.1f} GiB"
-        self._curves.write(self.state.step, "train", values)
+        self.log.record_updates(self.state, self.optimizer.param_groups[0]["lr"])
+        self.state.losses = []
 
-    def _show(self, also: str = "") -> None:
-        """Update the display."""
-        if self._is_first:
-            # A process that resumes a finished run has seen no loss.
-            loss = self._loss if self._loss is not None else next(reversed(self.state.losses), None)
-            parts = ["" if loss is None else f"loss {loss:.4f}", self._metric, self._speed, also]
-            says = ", ".join(part for part in parts if part)
-            steps, best = self.config.training.steps, self.state.best
-            self.display.update(self._row, self.state.step, steps, says, loss=loss, best=best)
+    def _settle(self) -> None:
+        """Wait for every update that was queued."""
+        self._reports.settle()
+        self._count_time()
+
+    def _count_time(self) -> None:
+        now = time.perf_counter()
+        self.state.seconds += now - self._clock
+        self._clock = now
+
+    def _stream(self) -> Generator[dict[str, Tensor], None, None]:
+        """Yield micro-batches without end, from the position of the run in the data."""
+        data = self.config.data
+        epoch, start = divmod(self.state.step * self.config.training.accumulate, len(self.batches))
+        while True:
+            yield from iterate(
+                self.batches, epoch, start, pin_memory=self.share.device.type == "cuda", workers=data.workers,
+                timeout=data.timeout, name=f"{data.corpus}, train",
+            )  # fmt: skip
+            epoch, start = epoch + 1, 0
 
     def _watched(self, split: str, steps: Iterable[T], _: str, total: int | None = None) -> Iterator[T]:
         """Iterate over the batches of an evaluation. A signal ends it, unless other ranks would be left waiting."""
         for number, each in enumerate(steps, start=1):
             if self.stop.signal is not None and self.share.ranks == 1:
                 raise Interrupted
-            self._show(f"{split} batch {number:,} of {total:,}" if total is not None else f"{split} batch {number:,}")
+            self.log.show(self.state, f"{split} batch {number:,}" + ("" if total is None else f" of {total:,}"))
             yield each
 
     def _should_stop(self) -> bool:
         """Whether to stop. Every rank gets the same answer at the same step."""
         return self._told_to_stop if self.share.ranks > 1 else self.stop.signal is not None
-
-    @property
-    def _is_compiled(self) -> bool:
-        wanted = self.config.training.compile
-        return self.share.device.type == "cuda" if wanted is None else wanted
-
-    @property
-    def _may_record(self) -> bool:
-        """Whether updates are captured in CUDA graphs."""
-        wanted = self.config.training.cuda_graphs
-        why_not = graphs.unsupported(self.model, self.share.device, self.fabric.strategy, self.share.precision)
-        if wanted and why_not is not None:
-            raise ValueError(f"training.cuda_graphs must be false or left out with {why_not}, got true")
-        return wanted is not False and why_not is None
-
-    def _compile(self) -> None:
-        if self._is_compiled:
-            # The compiler counts recompilations over all models of a process, and gives up at the eighth.
-            torch.compiler.reset()
-            # Compiled in place, so that weights keep their names. FSDP gathers layer by layer, so with it each layer is
-            # compiled.
-            layers = [module for module in self.model.modules() if isinstance(module, MGKLayer)]
-            for module in layers if isinstance(self.fabric.strategy, ModelParallelStrategy) else [self.model]:
-                module.compile()
-
-    def _on_device(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        moved = {name: tensor.to(self.share.device, non_blocking=True) for name, tensor in batch.items()}
-        if self._is_compiled:
-            # Otherwise the first width would be compiled as a constant.
-            for name, tensor in moved.items():
-                if (dimension := self.task.varying_dimension(name, tensor)) is not None:
-                    torch._dynamo.maybe_mark_dynamic(tensor, dimension)
-        return moved
-
-    def _autocast(self) -> torch.autocast:
-        precision = self.share.precision
-        return torch.autocast(self.share.device.type, dtype=precision, enabled=precision is not None)
-
-    def _without_sync(self, enabled: bool) -> contextlib.AbstractContextManager[Any]:
-        # Fabric's context is not entered with enabled=False: under FSDP2 all later backward passes would run without
-        # sync.
-        if self.share.ranks == 1 or not enabled:
-            return contextlib.nullcontext()
-        return self.fabric.no_backward_sync(self._wrapped)
-
-    def _sum_over_ranks(self, value: Tensor) -> Tensor:
-        # Fabric's all-reduce is not used, because it makes the host wait for all ranks first.
-        if self.share.ranks > 1:
-            dist.all_reduce(value)
-        return value
-
-    def _scalar(self, value: float) -> Tensor:
-        # Filled on the device, so that nothing is copied from the host and nothing synchronises.
-        return torch.full((), value, dtype=torch.float32, device=self.share.device)
-
-    def _say(self, text: str) -> None:
-        if self._is_first:
-            self.display.say(text)
-
-    @property
-    def _is_first(self) -> bool:
-        return self.fabric.is_global_zero

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,10 @@ from mgk.training import card, checkpoint, result
 from mgk.training.configuration import RunConfig, to_mapping
 from mgk.training.distributed import on_first_rank
 from mgk.training.errors import Interrupted
+from mgk.training.folder import make_folder
 from mgk.training.lock import RunLock
-from mgk.training.loop import CHECKPOINTS, Resume, Trainer
+from mgk.training.loop import Trainer
+from mgk.training.run_checkpoints import CHECKPOINTS, Resume
 from mgk.training.signals import GracefulStop
 from mgk.training.tracking import Display
 
@@ -55,7 +56,7 @@ def fit(
     with contextlib.ExitStack() as stack:
 
         def take_folder() -> None:
-            _make_folder(folder)
+            make_folder("the run folder", folder)
             stack.enter_context(RunLock(folder))
             checkpoint.clean(folder / CHECKPOINTS)
 
@@ -112,12 +113,3 @@ def write_config(folder: Path, config: RunConfig) -> None:
     temporary = folder / f".{CONFIG}"
     temporary.write_text(yaml.safe_dump(to_mapping(config), sort_keys=False), encoding="utf-8")
     temporary.replace(folder / CONFIG)
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"the run folder {folder} must be one that can be made, got {error}") from error
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"the run folder {folder} must be writable, got one that is not")

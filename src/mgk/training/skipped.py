@@ -1,8 +1,11 @@
-"""A description of a skipped update that is detailed enough to find the reason."""
+"""Skipped updates: which ones are, and a description that is detailed enough to find the reason."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +14,8 @@ from torch import Tensor, nn
 from mgk.data.batches import Batches
 from mgk.models.layer import MGKLayer
 from mgk.training.distributed import total_norm
+
+SKIPPED = "skipped.jsonl"
 
 
 def describe(
@@ -45,6 +50,15 @@ def describe(
         "largest_logit": None if logits is None else float(logits.detach().abs().max()),
         "gradient_norms": norms,
     }
+
+
+def log(folder: Path, rank: int, step: int, loss: float, norm: float, batches: list[dict[str, Any]]) -> Path:
+    """Append a skipped update to the file of this rank, unless the disk refuses it, and return the path of the file."""
+    path = folder / (SKIPPED if rank == 0 else f"rank{rank}-{SKIPPED}")
+    line = {"step": step, "rank": rank, "loss": loss, "gradient_norm": norm, "batches": batches}
+    with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    return path
 
 
 def _gradients(model: nn.Module) -> Iterator[tuple[str, list[Tensor]]]:

@@ -1,12 +1,8 @@
-"""The progress of a run, and the values that the device reports of each update."""
+"""The progress of a run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from mgk.training.loss_scale import LossScale
 
@@ -35,13 +31,3 @@ class State:
     since_overflow: float = 0.0
     losses: list[float] = field(default_factory=list)
     """Losses since the last line of the log."""
-
-
-class Report(NamedTuple):
-    """The values of an update, on their way from the device."""
-
-    step: int
-    values: Tensor
-    """Loss, gradient norm, whether it was skipped, tokens, number of ranks told to stop: ``[5]`` on the host."""
-    ready: torch.cuda.Event | None
-    """Event after which the values are valid; ``None`` on a CPU."""

@@ -12,8 +12,8 @@ from mgk.analysis.saved_model import MODEL_CONFIG, read_model_config
 from mgk.training import checkpoint, result
 from mgk.training.configuration import RunConfig, from_mapping, read_yaml
 from mgk.training.errors import CheckpointError
-from mgk.training.loop import BEST, CHECKPOINTS, STEP
 from mgk.training.run import CONFIG
+from mgk.training.run_checkpoints import BEST, CHECKPOINTS, STEP
 from mgk.training.tracking import METRICS
 
 EVALUATION = "evaluation-test.json"

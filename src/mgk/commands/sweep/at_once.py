@@ -21,7 +21,6 @@ from mgk.commands.sweep.mps import MultiProcessService
 from mgk.commands.sweep.progress import Progress
 from mgk.commands.sweep.scheduler import Scheduler
 from mgk.commands.sweep.summary import summarize, write_summary
-from mgk.commands.training import check_folder
 from mgk.data.kind import Progress as Bar
 from mgk.data.kind import no_progress
 from mgk.reproduction import archive as archives
@@ -29,6 +28,7 @@ from mgk.reproduction.collection import copy_run, files_of
 from mgk.training import result
 from mgk.training.configuration import DataConfig
 from mgk.training.corpora import default_folder, open_or_prepare
+from mgk.training.folder import make_folder
 from mgk.training.signals import GracefulStop
 
 STOPPED = 143
@@ -104,9 +104,9 @@ def run_cells(
     is_on_gpu = device != "cpu" and torch.cuda.is_available()
     if device == "cuda" and not is_on_gpu:
         raise ValueError("--device must be one that is there, got cuda, and torch sees no GPU")
-    check_folder("--results", results)
-    check_folder("the folder of --archive", None if archive is None else archive.parent)
-    check_folder("the folder of --summary", None if summary is None else summary.parent)
+    make_folder("--results", results)
+    make_folder("the folder of --archive", None if archive is None else archive.parent)
+    make_folder("the folder of --summary", None if summary is None else summary.parent)
     if archive is not None:
         archives.check(archive)
     known = [_look_up(cell, device, results, analyze, evaluate) for cell in cells]

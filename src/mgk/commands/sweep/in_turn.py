@@ -13,8 +13,9 @@ from rich.table import Table
 
 import mgk.recipes
 from mgk.commands.sweep.cell import cells_of, finished, kept
-from mgk.commands.training import check_folder, run, show_metric, write_copy
+from mgk.commands.training import run, show_metric, write_copy
 from mgk.data.full_table import full_table
+from mgk.training.folder import make_folder
 
 
 @dataclass
@@ -55,7 +56,7 @@ def run_sweep(
         results: folder for a copy of every result; a cell with a result there counts as done.
         say: called with a message before each cell.
     """
-    check_folder("--results", results)
+    make_folder("--results", results)
     cells = cells_of(name, rows, seeds, changes, folder)
     sweep = Sweep(cells[0].config.name, cells[0].config.validation.metric)
     for number, cell in enumerate(cells, start=1):

@@ -10,7 +10,7 @@ from mgk.commands.sweep.cell import Cell
 from mgk.commands.sweep.cell_process import LOG
 from mgk.commands.training import show_metric
 from mgk.training import checkpoint
-from mgk.training.loop import CHECKPOINTS, STEP
+from mgk.training.run_checkpoints import CHECKPOINTS, STEP
 from mgk.training.status import Status, read_status
 
 State = Literal["waiting", "running", "done", "stopped", "failed"]
