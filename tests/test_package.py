@@ -87,6 +87,7 @@ COMMANDS = {
     r"python benchmarks/compile_everywhere\.py .*": "test_the_kernels_compile_for_another_architecture",
     r"python benchmarks/host_time\.py .*": "test_the_page_has_the_committed_host_times",
     r"python benchmarks/compile_ahead\.py": "test_kernels_are_compiled_ahead",
+    r"python benchmarks/padded_softmax\.py .*": "test_padded_candidates_are_right",
     r"python tests/transformers_suite .*": "test_the_suite_of_a_small_checkout",
     r"mgk generate .*": "test_language_model_example_learns",
     r"mgk import .*": "test_mgk_import",
