@@ -54,5 +54,8 @@ class FixedCall:
     def keys(self, sample):
         return torch.arange(self.given.shape[3])
 
+    def check_has_tokens(self, sample):
+        assert self.given.shape[2] > 0
+
     def weights(self, sample, head, queries, dtype=torch.float64):
         return self.given[sample, head, queries].to(dtype)

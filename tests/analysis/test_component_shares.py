@@ -141,6 +141,23 @@ def test_a_pair_is_its_first_sequence_and_the_model_stays_as_it_was():
     assert not any("attend" in vars(module) for module in model.modules())
 
 
+def test_shares_of_a_decoder_belong_to_its_maps():
+    """Those of self-attention, layer by layer: the maps leave out cross-attention, too."""
+    model, inputs = make_model("translation", "mgk"), make_inputs("translation")
+    states = model.get_encoder()(inputs["input_ids"]).last_hidden_state
+    given = {"input_ids": inputs["decoder_input_ids"], "encoder_hidden_states": states}
+    shares = component_shares(model.get_decoder(), **given)
+    maps = attention_maps(model.get_decoder(), **given)
+    assert len(shares) == len(maps) == 3
+    for share, weights in zip(shares, maps, strict=True):
+        assert share[:, :, 0].shape == weights.shape
+
+
+def test_a_batch_without_sequences_is_refused():
+    with pytest.raises(ValueError, match="inputs must hold at least one sequence, got none"):
+        component_shares(make_model("classifier", "mgk"), input_ids=torch.zeros(0, 4, dtype=torch.long))
+
+
 def test_a_model_without_mixtures_is_refused():
     from transformers import BertConfig, BertModel
 

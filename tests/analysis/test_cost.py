@@ -116,6 +116,25 @@ def test_torch_counts_the_same(monkeypatch, kind, attention, changes):
     assert ours == counter.get_total_flops() - angles
 
 
+@pytest.mark.parametrize("attention", ["softmax", "mgk", "smgk", "mlk"])
+def test_packed_sequences_are_counted_one_by_one(attention):
+    """No sequence sees another, so pairs between them are no work."""
+    model, tokens = make_model("classifier", attention), make_inputs("classifier", batch=1)["input_ids"]
+    bounds = torch.tensor([0, 2, 3, 9], dtype=torch.int32, device=DEVICE)
+    alone = [forward_flops(model, input_ids=part) for part in tokens.split([2, 1, 6], dim=1)]
+    assert forward_flops(model, input_ids=tokens, cu_seq_lens_q=bounds) == sum(alone)
+
+
+def test_packed_translations_are_counted_one_by_one():
+    model, inputs = make_model("translation", "smgk"), make_inputs("translation", batch=1)
+    source, target = inputs["input_ids"], inputs["decoder_input_ids"]
+    bounds = [torch.tensor(ends, dtype=torch.int32, device=DEVICE) for ends in ([0, 4, 9], [0, 7, 8])]
+    parts = zip(source.split([4, 5], dim=1), target.split([7, 1], dim=1), strict=True)
+    alone = [forward_flops(model, input_ids=one, decoder_input_ids=other) for one, other in parts]
+    packed = {"cu_seq_lens_q": bounds[0], "decoder_cu_seq_lens_q": bounds[1]}
+    assert forward_flops(model, input_ids=source, decoder_input_ids=target, **packed) == sum(alone)
+
+
 def test_cached_keys_are_counted():
     """One new token after eight: projections for one, attention over nine."""
     model, inputs = make_model("modern", "smgk"), make_inputs("modern")

@@ -7,11 +7,22 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
+import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from model_cases import make_inputs, make_model
 
 import mgk
-from mgk.analysis import analyze, draw_all, figures, learning_curves, record_attention, to_mapping, write_numbers
+from mgk.analysis import (
+    analyze,
+    draw_all,
+    figures,
+    head_redundancy,
+    learning_curves,
+    pooled_maps,
+    record_attention,
+    to_mapping,
+    write_numbers,
+)
 
 ALWAYS = {"attention-maps", "rank", "redundancy", "mixture", "keys", "key-projections", "theorem"}
 
@@ -62,6 +73,24 @@ def test_what_makes_no_sense_is_left_out_and_said(preset, missing, tmp_path):
     drawn = figures.drawings(findings)
     assert set(drawn) == ALWAYS | {name for name in ("density", "responsibilities") if name not in missing}
     assert figures.save(drawn["mixture"], tmp_path / "mixture.png").stat().st_size > 10_000
+
+
+def test_a_model_that_has_diverged_is_refused_by_layer():
+    model = make_model("classifier", "smgk")
+    torch.nn.init.constant_(model.model.layers[1].self_attn.k_proj.weight, torch.nan)
+    with pytest.raises(ValueError, match="the attention weights of layer 2 must hold finite numbers, got nan"):
+        analyze(record_attention(model, **make_inputs("classifier")))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_sequence_without_tokens_is_named(side):
+    inputs = make_inputs("classifier", padding_side=side)
+    inputs["attention_mask"][1] = 0
+    record = record_attention(make_model("classifier", "smgk"), **inputs)
+    for analysis in (analyze, head_redundancy, lambda given: pooled_maps(given, sample=1)):
+        with pytest.raises(ValueError, match="every sequence must have a token, got sequence 1 of layer 1 with none"):
+            analysis(record)
+    assert len(pooled_maps(record, sample=2)) == 2
 
 
 def test_numbers_of_one_head_are_valid_json(tmp_path):

@@ -109,5 +109,7 @@ def test_bad_matrices():
         matrix_rank(torch.ones(2, 3, 4))
     with pytest.raises(ValueError, match=r"got \[0, 4\]"):
         matrix_rank(torch.ones(0, 4))
+    with pytest.raises(ValueError, match="matrix must hold finite numbers, got nan"):
+        matrix_rank(torch.tensor([[1.0, math.nan], [0.0, 1.0]]))
     with pytest.raises(ValueError, match="threshold must be above 0, got 0"):
         matrix_rank(torch.eye(2), threshold=0)

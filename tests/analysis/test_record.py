@@ -54,6 +54,18 @@ def test_a_translation_model_has_three_kinds_of_attention():
     assert torch.allclose(cross.weights(2, 0, torch.arange(8)).sum(-1), torch.ones(8).double())
 
 
+@pytest.mark.parametrize("preset", ["mgk", "mlk"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_targets_are_no_queries_of_cross_attention(preset, side):
+    model, inputs = make_model("translation", preset), make_inputs("translation")
+    length = inputs["decoder_input_ids"].shape[1]
+    kept = torch.tensor([[True] * length, [True] * length, [index < 3 for index in range(length)]])
+    kept = kept.flip(1) if side == "left" else kept
+    record = record_attention(model, **inputs, decoder_attention_mask=kept.long())
+    for call in record.calls[2:]:
+        assert [len(call.queries(sample)) for sample in range(3)] == [length, length, 3], call.name
+
+
 def test_of_a_pair_it_is_the_first_sequence():
     record = record_attention(make_model("matcher", "mgk"), **make_inputs("matcher"))
     assert [call.query.shape[2] for call in record.calls] == [9, 9]

@@ -348,9 +348,30 @@ def test_padding_is_known_by_its_token_and_positions_move_along():
     settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
     expected = model.generate(tokens, attention_mask=mask, **settings)
     torch.testing.assert_close(model.generate(tokens, **settings), expected)
+    # A generation_config without the token takes it from the model, and one that has it overrides the model.
+    torch.testing.assert_close(model.generate(tokens, generation_config=GenerationConfig(**settings)), expected)
+    other = make_model("modern", pad_token_id=None)
+    for arguments, options in (
+        ([], {"generation_config": GenerationConfig(pad_token_id=0, **settings)}),
+        ([GenerationConfig(pad_token_id=0, **settings)], {}),
+    ):
+        torch.testing.assert_close(other.generate(tokens, *arguments, **options), expected)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     given = model.generate(tokens, attention_mask=mask, position_ids=positions, **settings)
     torch.testing.assert_close(given, expected)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[5, 6, 7]], r"prompts must be a tensor of shape \[B, N\], got list"),
+        (torch.tensor([5, 6, 7]), r"prompts must be a tensor of shape \[B, N\], got shape \[3\]"),
+    ],
+    ids=["list", "one-axis"],
+)
+def test_prompts_that_are_no_batch_are_refused(prompts, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make_model("modern").generate(prompts, max_new_tokens=2)
 
 
 def test_a_static_cache_may_have_more_slots_than_the_source():

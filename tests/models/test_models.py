@@ -578,6 +578,17 @@ def test_other_problems_of_the_classifier():
     torch.testing.assert_close(out.loss, expected)
 
 
+def test_a_regression_may_have_any_target():
+    """-100 is a number like others, and the model's half precision does not round targets."""
+    model = make_model("classifier", num_labels=1)
+    targets = torch.tensor([-100.0, 1.0, -100.0], dtype=torch.float64, device=DEVICE)
+    out = model(**make_inputs("classifier"), labels=targets)
+    torch.testing.assert_close(out.loss, (out.logits[:, 0] - targets).square().mean())
+    targets = torch.tensor([1001.0, 1003.0, 1005.0], device=DEVICE)
+    out = model.to(torch.bfloat16)(**make_inputs("classifier"), labels=targets)
+    torch.testing.assert_close(out.loss, (out.logits[:, 0].float() - targets).square().mean())
+
+
 @pytest.mark.filterwarnings("ignore")
 @every_kind
 @pytest.mark.parametrize("attention", ["smgk", "mgk-em"])

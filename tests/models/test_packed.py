@@ -83,6 +83,25 @@ def test_a_translator_takes_packed_sentences(attention):
         assert relative_error(got, expected) <= 1e-9 or (got - expected).abs().max() <= 1e-12
 
 
+@pytest.mark.parametrize("attention", ["mgk-em", "smgk-em"])
+def test_priors_of_a_translator_count_no_padded_target(attention):
+    """With a mask of the target its padding is no query, neither of the decoder nor of the encoder's keys."""
+    padded = make_inputs("translation", padding_side="right")
+    target = torch.tensor([[5, 6, 7, 8], [9, 10, -100, -100], [11, 12, 13, -100]], device=DEVICE)
+    kept = target != -100
+    bounds = torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0)).to(torch.int32)
+    source = {name: padded[name] for name in ("input_ids", "attention_mask")}
+    packed = {**pack(source), "labels": target[kept][None], "decoder_cu_seq_lens_q": bounds}
+    counted = []
+    for inputs in ({**source, "labels": target, "decoder_attention_mask": kept.long()}, packed):
+        model = make_model("translation", attention).train()
+        model(**inputs).loss.backward()
+        counted.append([module.gathered() for module in model.modules() if hasattr(module, "gathered")])
+    assert len(counted[0]) == 2 + 2 * 3
+    for got, expected in zip(*counted, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 def test_a_translator_needs_both_sides_packed():
     source = pack(make_inputs("translation", padding_side="right"))
     with pytest.raises(ValueError, match="sources and targets must both be packed, got no decoder_cu_seq_lens_q"):

@@ -74,6 +74,7 @@ def pooled_maps(
         raise ValueError(f"sample must lie in [0, {record.num_samples}), got {sample}")
     found = []
     for call in record.calls:
+        call.check_has_tokens(sample)
         queries, keys = call.queries(sample, num_queries), call.keys(sample)
         rows, columns = min(size, len(queries)), min(size, len(keys))
         maps = []

@@ -22,13 +22,14 @@ def component_shares(model: PreTrainedModel, **inputs: Any) -> list[Tensor]:
     prior_r phi(q_i) . phi(k_jr)``, or ``1 / M`` where that sum is zero.
 
     The model is evaluated without dropout and gradients. For a model of pairs the shares are those of the first
-    sequence.
+    sequence, and for a decoder those of its self-attention.
 
     Args:
         model: any model of :mod:`mgk.models` with one stack of layers.
         inputs: arguments of its ``forward``.
     """
-    return [_of_call(call) for call in record_attention(model, **inputs).calls]
+    calls = record_attention(model, **inputs).calls
+    return [_of_call(call) for call in calls if not getattr(call.attention, "is_cross", False)]
 
 
 def _of_call(call: AttentionCall) -> Tensor:

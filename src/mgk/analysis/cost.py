@@ -57,12 +57,13 @@ def forward_flops(model: nn.Module, **inputs: Any) -> int:
           state     2 B G Nk F (Dv + 1)
           out       2 B H Nq F (Dv + 1)
 
-    Causal attention counts the full square, as torch's own counter does. Norms, softmax, activations, biases,
-    embeddings and rotary positions count nothing, and neither do matrix products in other modules.
+    Packed sequences count one by one. Causal attention counts the full square, as torch's own counter does. Norms,
+    softmax, activations, biases, embeddings and rotary positions count nothing, and neither do matrix products in other
+    modules.
 
     The pass is run in evaluation mode without gradients. It leaves the model unchanged, but fills a cache among the
     inputs. With model and inputs on the ``meta`` device it takes neither time nor memory, and attention is counted
-    without being run; only the adaptive softmax with ``labels`` cannot be counted there.
+    without being run; only the adaptive softmax with ``labels`` and packed sequences cannot be counted there.
 
     Args:
         model: any module built on the library's attention.
@@ -154,7 +155,9 @@ class _Counter:
             if module.feature_map is not None:
                 self.total += _linear_attention_flops(q, v, module.feature_map)
             else:
-                self.total += _attention_flops(q, k, v, options["shift"], module.similarity)
+                self.total += _attention_flops(
+                    q, k, v, options["shift"], module.similarity, options.get("cu_seqlens"), options.get("cu_seqlens_k")
+                )
             if q.is_meta and not options.get("need_weights"):
                 # On the meta device there are no numbers to compute, and a backend's loop over blocks would take most
                 # of the time.
@@ -186,15 +189,26 @@ def _linear_attention_flops(q: Tensor, v: Tensor, feature_map: FeatureMap) -> in
     return 2 * tokens * features * (v.shape[-1] + 1)
 
 
-def _attention_flops(q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, similarity: str) -> int:
+def _attention_flops(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shift: Tensor | None,
+    similarity: str,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+) -> int:
     """Operations of attention.
 
     The shapes are q ``[B, H, Nq, D]``, k ``[B, G, Nk, D]`` or ``[B, G, M, Nk, D]``, v ``[B, G, Nk, Dv]``, shift ``[G,
-    M, D]``.
+    M, D]``, and boundaries of packed sequences ``[S + 1]``.
     """
     batch, heads, queries, width = q.shape
     keys, value_width = v.shape[-2:]
     pairs = 2 * batch * heads * queries * keys
+    if cu_seqlens is not None:
+        bounds_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+        pairs = 2 * heads * int((cu_seqlens.diff().long() * bounds_k.diff().long()).sum())
     products = k.shape[2] if k.ndim == 5 else 1
     total = pairs * (products * width + value_width)
     if shift is not None:

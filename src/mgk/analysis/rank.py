@@ -65,6 +65,7 @@ def matrix_rank(matrix: Tensor, threshold: float = THRESHOLD) -> MatrixRank:
         raise ValueError(f"matrix must have shape [rows, columns], neither of them 0, got {list(matrix.shape)}")
     if threshold <= 0:
         raise ValueError(f"threshold must be above 0, got {threshold}")
+    _check_finite("matrix", matrix)
     values = _singular_values(matrix.detach().to(torch.float64)).cpu()
     largest, total = float(values[0]), float(values.sum())
     noise = largest * max(matrix.shape) * torch.finfo(torch.float32).eps
@@ -76,6 +77,12 @@ def matrix_rank(matrix: Tensor, threshold: float = THRESHOLD) -> MatrixRank:
         numerical_rank=int((values > noise).sum()),
         effective_rank=math.exp(entropy) if total > 0 else 0.0,
     )
+
+
+def _check_finite(name: str, matrix: Tensor) -> None:
+    wrong = matrix[~matrix.isfinite()]
+    if len(wrong) > 0:
+        raise ValueError(f"{name} must hold finite numbers, got {float(wrong[0])}")
 
 
 def _singular_values(matrix: Tensor) -> Tensor:
@@ -123,9 +130,14 @@ def attention_rank(
     for call in record.calls:
         matrices, rows, columns, whole = [], [], [], []
         for sample in range(call.num_samples):
+            call.check_has_tokens(sample)
             queries = call.queries(sample, num_queries)
-            weights = (call.weights(sample, head, queries) for head in range(call.num_heads))
-            matrices.append([matrix_rank(each, threshold) for each in weights])
+            heads = []
+            for head in range(call.num_heads):
+                weights = call.weights(sample, head, queries)
+                _check_finite(f"the attention weights of {call.name}", weights)
+                heads.append(matrix_rank(weights, threshold))
+            matrices.append(heads)
             rows.append(len(queries))
             columns.append(len(call.keys(sample)))
             whole.append(len(call.queries(sample)))

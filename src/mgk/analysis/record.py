@@ -92,6 +92,11 @@ class AttentionCall:
             return found
         return found[torch.arange(limit, device=found.device) * len(found) // limit]
 
+    def check_has_tokens(self, sample: int) -> None:
+        """Raise an error for a sample that is padding alone, whose attention matrix is empty."""
+        if len(self.queries(sample)) == 0 or len(self.keys(sample)) == 0:
+            raise ValueError(f"every sequence must have a token, got sequence {sample} of {self.name} with none")
+
     def visible(self, sample: int, head: int, queries: Tensor) -> Tensor | None:
         """Mask of the keys, without padding, that each query sees, bool ``[n, keys]``; ``None`` if all are seen."""
         keys = self.keys(sample)
@@ -206,6 +211,8 @@ def record_attention(model: nn.Module, **inputs: Any) -> AttentionRecord:
         model(**inputs)
     if not calls:
         raise ValueError(f"model must run its attention layers on these inputs, got none of {len(layers)} that ran")
+    if any(call.num_samples == 0 for call in calls.values()):
+        raise ValueError("inputs must hold at least one sequence, got none")
     return AttentionRecord(calls=list(calls.values()))
 
 

@@ -79,6 +79,7 @@ def head_redundancy(record: AttentionRecord, *, num_queries: int | None = NUM_QU
         distance, similarity = torch.zeros(2, heads, heads, dtype=torch.float64)
         most = 0
         for sample in range(call.num_samples):
+            call.check_has_tokens(sample)
             queries = call.queries(sample, num_queries)
             most = max(most, len(queries))
             weights = [call.weights(sample, head, queries) for head in range(heads)]

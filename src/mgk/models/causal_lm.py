@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
@@ -79,8 +80,11 @@ class MGKForCausalLM(MGKPreTrainedModel, MGKGenerationMixin):
         """
         prompts = kwargs.pop("input_ids", None) if inputs is None else inputs
         mask, embeds = kwargs.get("attention_mask"), kwargs.get("inputs_embeds")
+        if prompts is not None and (not isinstance(prompts, Tensor) or prompts.ndim != 2):
+            got = f"shape {list(prompts.shape)}" if isinstance(prompts, Tensor) else type(prompts).__name__
+            raise ValueError(f"prompts must be a tensor of shape [B, N], got {got}")
         if mask is None and prompts is not None and kwargs.get("past_key_values") is None:
-            mask = self._mask_of_padding(prompts, kwargs)
+            mask = self._mask_of_padding(prompts, args[0] if args else kwargs.get("generation_config"), kwargs)
         given = embeds if prompts is None else prompts
         if given is None or mask is None or mask.shape != given.shape[:2]:
             return super().generate(prompts, *args, **kwargs)
@@ -99,11 +103,17 @@ class MGKForCausalLM(MGKPreTrainedModel, MGKGenerationMixin):
         sequences[:, : prompts.shape[1]] = prompts.repeat_interleave(copies, dim=0)
         return out
 
-    def _mask_of_padding(self, prompts: Tensor, settings: dict[str, Any]) -> Tensor | None:
+    def _mask_of_padding(
+        self, prompts: Tensor, generation: GenerationConfig | None, settings: dict[str, Any]
+    ) -> Tensor | None:
         """Mask of prompts by their padding token; ``None`` without such a token, or if it also ends a text."""
-        generation = settings.get("generation_config") or self.generation_config
-        pad = settings.get("pad_token_id", generation.pad_token_id)
-        end = settings.get("eos_token_id", generation.eos_token_id)
+
+        def setting(name: str) -> Any:
+            # As in transformers, what a generation_config leaves open is taken from that of the model.
+            given = getattr(generation, name, None)
+            return settings.get(name, getattr(self.generation_config, name) if given is None else given)
+
+        pad, end = setting("pad_token_id"), setting("eos_token_id")
         if pad is None or pad in (end if isinstance(end, list) else [end]):
             return None
         return (prompts != pad).long()

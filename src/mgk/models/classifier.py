@@ -82,9 +82,11 @@ def classification_loss(config: MGKConfig, logits: Tensor, labels: Tensor, num_i
         return cross_entropy(logits, labels.flatten(), num_items)
     if labels.numel() != logits.numel():
         raise ValueError(f"labels must have shape {list(logits.shape)} for {problem}, got {list(labels.shape)}")
-    labels = labels.to(logits.dtype).view_as(logits)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    logits, labels = logits.to(dtype), labels.to(dtype).view_as(logits)
     loss = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
-    return mean_loss(loss(logits, labels, reduction="sum"), labels, num_items)
+    # Every number is a target here: -100 marks labels to ignore only among classes.
+    return mean_loss(loss(logits, labels, reduction="sum"), torch.zeros_like(labels), num_items)
 
 
 class MGKForSequenceClassification(MGKPreTrainedModel):

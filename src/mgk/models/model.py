@@ -177,8 +177,10 @@ class MGKModel(MGKPreTrainedModel):
         if self.has_cross_attention:
             shape = (batch_size, -1 if encoder_hidden_states is None else encoder_hidden_states.shape[1])
             mask = padding_mask("encoder_attention_mask", encoder_attention_mask, shape)
+            # Padding among the targets is no query here either, which counts for EM priors and for analyses.
             context_visibility = Visibility(
-                key_mask=mask, cu_seqlens=cu_seq_lens_q, cu_seqlens_k=encoder_cu_seq_lens
+                key_mask=mask, query_mask=visibility.query_mask, cu_seqlens=cu_seq_lens_q,
+                cu_seqlens_k=encoder_cu_seq_lens,
             )  # fmt: skip
 
         for layer in self.layers:
