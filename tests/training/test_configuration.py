@@ -284,6 +284,8 @@ class TestYaml:
             ("on", "on"), ("off", "off"), ("no", "no"), ("null", None), ("~", None), ("1e", "1e"), ("e5", "e5"),
             (".inf", math.inf), ("-.inf", -math.inf), ("[1, 2e-3]", [1, 2e-3]), ("{a: 1e-5}", {"a": 1e-5}),
             ("smgk-4", "smgk-4"), ("'1e-4'", "1e-4"), ("0.1.2", "0.1.2"),
+            ("010", 10), ("08", 8), ("-007", -7), ("10_000", 10_000), ("0x1F", 31), ("12:30", "12:30"), ("0o10", "0o10"),
+            ("2020-01-01", "2020-01-01"),
         ],
     )  # fmt: skip
     def test_numbers_and_words(self, text, expected):
@@ -291,12 +293,30 @@ class TestYaml:
         assert found == expected
         assert type(found) is type(expected)
 
+    def test_a_seed_with_zeros_in_front_is_what_it_says(self):
+        """YAML 1.1 would make 010 the seed 8, and a loop over 000, 001, ... would run some seeds twice."""
+        assert from_mapping(RunConfig, override(make_values(), ["seed=010"])).seed == 10
+
+    def test_a_number_that_no_float_holds(self):
+        with pytest.raises(ValueError, match=r"optimizer\.lr must be a number that a float can hold, got 1000"):
+            make_config(optimizer={"lr": 10**400})
+
     def test_not_a_number(self):
         assert math.isnan(parse_yaml(".nan", "x"))
 
     @pytest.mark.parametrize(
         "text",
-        ["!!python/object/apply:os.system [ls]", "!!python/name:os.system", "!custom 3", "[", "a: b: c", "'"],
+        [
+            "!!python/object/apply:os.system [ls]",
+            "!!python/name:os.system",
+            "!custom 3",
+            "[",
+            "a: b: c",
+            "'",
+            "!!binary aGk=",
+            "!!set {a}",
+            "!!timestamp 2020-01-01",
+        ],  # fmt: skip
     )
     def test_nothing_else(self, text):
         with pytest.raises(ValueError, match=r"^optimizer must be YAML, got "):
