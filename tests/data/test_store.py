@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import tempfile
 
 import numpy as np
 import pytest
@@ -106,6 +107,20 @@ def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="must have room for the prepared corpus, got a full disk"):
         write(tmp_path / "toy")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"file must be a folder that can be written to, got "):
+        write(tmp_path / "file" / "toy")
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    # Who tests as root may write everywhere.
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with pytest.raises(DataError, match=r"must be a folder that can be written to, got .*Permission denied"):
+        write(tmp_path / "toy")
 
 
 def test_prepared_again_it_stays_and_with_other_options_it_is_replaced(tmp_path):

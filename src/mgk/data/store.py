@@ -115,8 +115,12 @@ class Writer:
             raise DataError(
                 f"{self.folder} must be a prepared {self.manifest['name']} or not there, got something else"
             )
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        self.temporary = Path(tempfile.mkdtemp(prefix=f".{self.folder.name}.", dir=self.folder.parent))
+        parent = self.folder.parent
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            self.temporary = Path(tempfile.mkdtemp(prefix=f".{self.folder.name}.", dir=parent))
+        except OSError as error:
+            raise DataError(f"{parent} must be a folder that can be written to, got {error}") from error
         return self
 
     def __exit__(
