@@ -340,6 +340,18 @@ def test_rounded_samples_are_the_same_samples():
         Samples(sequences=make_sequences(), labels=np.arange(50), batch_size=4, multiple_of=0)
 
 
+@pytest.mark.parametrize("pack", [False, True])
+def test_fewer_batches_of_sentences_than_ranks_are_refused(pack):
+    """An epoch would be empty, and no run could begin."""
+    source, target = make_sequences(count=5), make_sequences(count=5)
+    with pytest.raises(ValueError, match="every one of 2 ranks must have a batch, got 1 of at most 1000 tokens"):
+        Translations(source=source, target=target, max_tokens=1_000, ranks=2, pack=pack)
+    with pytest.raises(ValueError, match="every one of 1 ranks must have a batch, got 0 of at most 9 tokens"):
+        Translations(source=make_sequences(count=0), target=make_sequences(count=0), max_tokens=9, pack=pack)
+    with pytest.raises(ValueError, match="multiple_of must be at least 1, got 0"):
+        Translations(source=source, target=target, max_tokens=1_000, multiple_of=0, pack=pack)
+
+
 def test_bad_shares_and_steps_are_refused():
     with pytest.raises(ValueError, match=r"rank must lie in \[0, 2\), got 2"):
         Windows(tokens=np.arange(100), batch_size=2, length=3, rank=2, ranks=2)

@@ -100,6 +100,8 @@ def break_jsonl(folder, line):
         (b'{"label": 1, "text": "  "}', "record 3 must hold text, got an empty review"),
         (b'{"label": 1, "text": "x"', "record 3 must be JSON"),
         (b"[1, 2]", "record 3 must be an object, got list"),
+        (b'{"label": ' + b"1" * 5_000 + b', "text": "x"}', "record 3 must be JSON, got Exceeds the limit"),
+        (b'{"text": ' + b"[" * 100_000, "record 3 must be JSON, got maximum recursion depth exceeded"),
         (rb'{"label": 1, "text": "x\ud800"}', "record 3 must have whole characters in 'text', got half of a surrogate"),
         (b'{"label": 1, "text": "\xff"}', "record 3 must be UTF-8, got byte 0xff at offset 22"),
     ],
@@ -123,6 +125,7 @@ def test_bad_records_are_named(fixtures, tmp_path, line, message):
         ("1.0\tp1\tp2\ta\t \n", "line 1 must hold text, got an empty document"),
         ("1.0\tp1\tp1\ta\tb\n", "line 1 must give p1 the text it had before, got another"),
         ("\ufeff1.0\tp1\tp2\ta\tb\n", "must not start with a byte order mark"),
+        ("", r"new_aan_pairs\.train\.tsv must hold at least one pair, got none"),
     ],
 )
 def test_bad_columns_are_named(fixtures, tmp_path, row, message):
@@ -151,6 +154,19 @@ def test_bad_csv(fixtures, tmp_path, content, message):
         prepare("imdb", tmp_path / "source", tmp_path / "to")
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("imdb", {"seed": -1}, "seed must be an integer of at least 0, got -1"),
+        ("imdb", {"seed": True}, "seed must be an integer of at least 0, got True"),
+        ("aan", {"longest": True}, "longest must be an integer of at least 1, got True"),
+    ],
+)
+def test_bad_options_are_named(fixtures, tmp_path, name, options, message):
+    with pytest.raises(ValueError, match=message):
+        prepare(name, fixtures / name, tmp_path / "to", **options)
+
+
 def test_line_separators_inside_text_are_text(fixtures, tmp_path):
     """U+2028, NUL and carriage returns stay where they are."""
     odd = "one\u2028two\x00three\x85four"
@@ -175,6 +191,13 @@ def test_damaged_archives(peerread_source, tmp_path):
     with tarfile.open(archive, "w:xz") as made:
         made.add(peerread_source / "peerread_docs_4k.jsonl", "readme.txt")
     with pytest.raises(DataError, match=r"must hold peerread_pairs\.train\.tsv, .*, got an archive without"):
+        prepare("peerread", peerread_source, tmp_path / "to")
+    empty = tmp_path / "empty"
+    empty.write_bytes(b"")
+    with tarfile.open(archive, "w:xz") as made:
+        for split in ("train", "valid", "test"):
+            made.add(empty, f"peerread_pairs.{split}.tsv")
+    with pytest.raises(DataError, match=r"peerread_pairs\.train\.tsv must hold at least one pair, got none"):
         prepare("peerread", peerread_source, tmp_path / "to")
     archive.write_bytes(whole)
     papers = peerread_source / "peerread_docs_4k.jsonl"

@@ -211,6 +211,7 @@ def test_exhausted_windows_are_refused(
     [
         ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
         ({"seed": 0.5}, "seed must be an integer"),
+        ({"seed": True}, "seed must be an integer of at least 0, got True"),
         ({"train": 0}, "train must be an integer of at least 1, got 0"),
         ({"valid": -5}, "valid must be"),
         ({"test": "many"}, "test must be an integer of at least 1, got 'many'"),

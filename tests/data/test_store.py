@@ -6,11 +6,12 @@ import multiprocessing
 import os
 import resource
 import signal
+import tempfile
 
 import numpy as np
 import pytest
 
-from mgk.data import DataError, load, verify
+from mgk.data import DataError, load, store, verify
 from mgk.data.store import Sequences, Writer
 
 
@@ -108,6 +109,20 @@ def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"file must be a folder that can be written to, got "):
+        write(tmp_path / "file" / "toy")
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    # Who tests as root may write everywhere.
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    with pytest.raises(DataError, match=r"must be a folder that can be written to, got .*Permission denied"):
+        write(tmp_path / "toy")
+
+
 def test_prepared_again_it_stays_and_with_other_options_it_is_replaced(tmp_path):
     write(tmp_path / "toy", 0)
     before = (tmp_path / "toy").stat().st_ino
@@ -169,6 +184,62 @@ def test_damage_is_found(tmp_path):
     manifest.write_text("{")
     with pytest.raises(DataError, match="must be JSON"):
         load(tmp_path / "toy")
+
+
+@pytest.mark.filterwarnings("ignore:Data type alias:DeprecationWarning")
+@pytest.mark.parametrize(("name", "step"), [("manifest.json", 5), ("train.labels.npy", 1)])
+def test_a_flipped_bit_is_found_or_harmless(tmp_path, name, step):
+    """What is read as before may have another version in its manifest; nothing else goes unnoticed."""
+    write(tmp_path / "toy")
+    before = load(tmp_path / "toy")
+    path = tmp_path / "toy" / name
+    whole = path.read_bytes()
+    for place in range(0, len(whole), step):
+        for bit in range(8):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+            try:
+                corpus = load(tmp_path / "toy")
+                verify(corpus)
+            except DataError:
+                continue
+            for split in before.splits:
+                found, expected = corpus.splits[split], before.splits[split]
+                assert found.numbers["labels"].tolist() == expected.numbers["labels"].tolist()
+                assert found.sequences["text"].offsets.tolist() == expected.sequences["text"].offsets.tolist()
+                assert found.sequences["text"].tokens.tolist() == expected.sequences["text"].tokens.tolist()
+
+
+@pytest.mark.parametrize("content", ["[]", "7", "{}", '{"format": 1}', "[" * 100_000, '{"format": 1, "splits": 3}'])
+def test_a_manifest_that_is_none(tmp_path, content):
+    write(tmp_path / "toy")
+    (tmp_path / "toy" / "manifest.json").write_text(content)
+    with pytest.raises(DataError, match=r"toy.* must "):
+        load(tmp_path / "toy")
+
+
+def test_numbers_and_sequences_are_as_many_as_the_manifest_says(tmp_path):
+    write(tmp_path / "toy")
+    np.save(tmp_path / "toy" / "test.labels.npy", np.arange(3))
+    with pytest.raises(DataError, match=r"test\.labels\.npy must hold 2 numbers, got 3"):
+        load(tmp_path / "toy")
+
+
+def test_a_corpus_that_is_replaced_meanwhile_is_not_mixed(tmp_path, monkeypatch):
+    """Its manifest must not be that of one corpus, and its arrays those of the next."""
+    write(tmp_path / "toy", 0, {"which": 0})
+    real, calls = store._map, []
+
+    def replaced_meanwhile(path):
+        calls.append(path)
+        if len(calls) == 3:
+            write(tmp_path / "toy", 1, {"which": 1})
+        return real(path)
+
+    monkeypatch.setattr(store, "_map", replaced_meanwhile)
+    corpus = load(tmp_path / "toy")
+    monkeypatch.undo()
+    assert corpus.manifest["options"] == {"which": 1}
+    verify(corpus)
 
 
 def test_lengths_must_add_up(tmp_path):

@@ -53,6 +53,15 @@ def test_a_result_holds_the_model_that_was_built(corpora, tmp_path, task):
     assert "model.hidden_size" in recipe_differences(read, wider)
 
 
+@pytest.mark.parametrize("content", ["", "[", "[" * 100_000, "7" * 5_000, "[]", '{"recipe": "x"}'])
+def test_a_file_that_is_no_result(tmp_path, content):
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(
+        ValueError, match=r"x\.json must (be the JSON of a result|have recipe, row, seed and metrics), got "
+    ):
+        result.read(tmp_path / "x.json")
+
+
 def test_every_field_that_decides_a_number_is_described():
     described = describe_model(MGKConfig())
     own = {field.name for field in dataclasses.fields(MGKConfig)} & MGKConfig.__annotations__.keys()

@@ -1,18 +1,23 @@
 """Every wrong value of a configuration is refused, before anything runs, by its name, with what is expected."""
 
 import dataclasses
+import errno
 import math
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from training_cases import KINDS, make_config, make_trainer, make_values
 
+from mgk.data import Sequences
+from mgk.data.store import Split
 from mgk.recipes import load, names
 from mgk.training import build_fabric, fit
 from mgk.training.configuration import (
@@ -27,6 +32,7 @@ from mgk.training.configuration import (
     read_yaml,
     to_mapping,
 )
+from mgk.training.run import write_config
 
 
 def refuse(expected, kind=ValueError, task="classification", **changes):
@@ -233,6 +239,13 @@ class TestValues:
         changes = {"training": {"accumulate": 3}}
         refuse_at_start(expected, tmp_path, corpora("translation"), "translation", **changes)
 
+    @pytest.mark.parametrize("split", ["valid", "test"])
+    def test_a_corpus_without_samples_to_validate_or_test_on(self, tmp_path, corpus, split):
+        """It would be found out when hours of training are over."""
+        empty = Split({"text": Sequences(np.zeros(0, np.uint8), np.zeros(1, np.int64))}, {"labels": np.zeros(0, int)})
+        without = dataclasses.replace(corpus, splits={**corpus.splits, split: empty})
+        refuse_at_start(f"the corpus listops must hold samples of every split, got none of {split}", tmp_path, without)
+
     def test_a_corpus_for_another_task(self, tmp_path, corpora):
         expected = "data.corpus must be one for classification, got enwik8, which is for language"
         refuse_at_start(expected, tmp_path, corpora("language"))
@@ -255,6 +268,14 @@ class TestPaths:
         with pytest.raises(ValueError, match=f"{UNWRITABLE}.*: Permission denied"):
             fit(make_config(), tmp_path, corpus, build_fabric(device="cpu"))
         assert list(tmp_path.iterdir()) == []
+
+    def test_no_room_for_the_configuration(self, tmp_path, corpus, monkeypatch):
+        def full(*args, **kwargs):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(Path, "write_text", full)
+        with pytest.raises(ValueError, match=r"the run folder .* must have room for config\.yaml, got .*No space left"):
+            write_config(tmp_path, make_config())
 
     def test_files_that_cannot_be_read(self, tmp_path):
         with pytest.raises(ValueError, match=r"none\.yaml must be a readable text file, got .*No such file"):
@@ -287,6 +308,8 @@ class TestYaml:
             ("on", "on"), ("off", "off"), ("no", "no"), ("null", None), ("~", None), ("1e", "1e"), ("e5", "e5"),
             (".inf", math.inf), ("-.inf", -math.inf), ("[1, 2e-3]", [1, 2e-3]), ("{a: 1e-5}", {"a": 1e-5}),
             ("smgk-4", "smgk-4"), ("'1e-4'", "1e-4"), ("0.1.2", "0.1.2"),
+            ("010", 10), ("08", 8), ("-007", -7), ("10_000", 10_000), ("0x1F", 31), ("12:30", "12:30"),
+            ("0o10", "0o10"), ("2020-01-01", "2020-01-01"),
         ],
     )  # fmt: skip
     def test_numbers_and_words(self, text, expected):
@@ -294,12 +317,30 @@ class TestYaml:
         assert found == expected
         assert type(found) is type(expected)
 
+    def test_a_seed_with_zeros_in_front_is_what_it_says(self):
+        """YAML 1.1 would make 010 the seed 8, and a loop over 000, 001, ... would run some seeds twice."""
+        assert from_mapping(RunConfig, override(make_values(), ["seed=010"])).seed == 10
+
+    def test_a_number_that_no_float_holds(self):
+        with pytest.raises(ValueError, match=r"optimizer\.lr must be a number that a float can hold, got 1000"):
+            make_config(optimizer={"lr": 10**400})
+
     def test_not_a_number(self):
         assert math.isnan(parse_yaml(".nan", "x"))
 
     @pytest.mark.parametrize(
         "text",
-        ["!!python/object/apply:os.system [ls]", "!!python/name:os.system", "!custom 3", "[", "a: b: c", "'"],
+        [
+            "!!python/object/apply:os.system [ls]",
+            "!!python/name:os.system",
+            "!custom 3",
+            "[",
+            "a: b: c",
+            "'",
+            "!!binary aGk=",
+            "!!set {a}",
+            "!!timestamp 2020-01-01",
+        ],
     )
     def test_nothing_else(self, text):
         with pytest.raises(ValueError, match=r"^optimizer must be YAML, got "):

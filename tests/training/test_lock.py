@@ -66,6 +66,20 @@ def test_a_file_system_without_locks_is_no_second_writer(tmp_path, monkeypatch):
         assert (tmp_path / LOCK).read_text() == f"{os.getpid()}\n"
 
 
+def test_a_full_disk_is_no_second_writer(tmp_path, monkeypatch):
+    """Its number cannot be written, but the lock is taken, and let go of in the end."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mgk.training.lock.os.write", refuse)
+        with RunLock(tmp_path), pytest.raises(RunLockedError, match="process unknown is at work"), RunLock(tmp_path):
+            pass
+    with RunLock(tmp_path):
+        assert (tmp_path / LOCK).read_text() == f"{os.getpid()}\n"
+
+
 def test_an_error_lets_go_of_it(tmp_path):
     with pytest.raises(KeyError), RunLock(tmp_path):
         raise KeyError

@@ -22,7 +22,7 @@ def prepare(source: Path, folder: Path, progress: Progress = no_progress, **opti
     """
     chosen = check_options("aan", options, OPTIONS)
     longest = chosen["longest"]
-    if not isinstance(longest, int) or longest < 1:
+    if not isinstance(longest, int) or isinstance(longest, bool) or longest < 1:
         raise ValueError(f"longest must be an integer of at least 1, got {longest!r}")
     files = [find(source, name) for name in FILES.values()]
     documents: dict[str, str] = {}
@@ -37,6 +37,8 @@ def prepare(source: Path, folder: Path, progress: Progress = no_progress, **opti
                 if documents.setdefault(identifier, cut) != cut:
                     raise DataError(f"{where} must give {identifier} the text it had before, got another")
             splits[split].append(Pair(parse_label(label, where), first, second))
+        if not splits[split]:
+            raise DataError(f"{path} must hold at least one pair, got none")
     write(folder, "aan", files, chosen, documents, splits)
 
 

@@ -378,6 +378,8 @@ class Translations:
             raise ValueError(
                 f"source and target must have as many sentences, got {len(self.source)}, {len(self.target)}"
             )
+        if self.multiple_of < 1:
+            raise ValueError(f"multiple_of must be at least 1, got {self.multiple_of}")
         if self.pack and self.multiple_of > self.max_tokens:
             raise ValueError(
                 f"multiple_of must be at most max_tokens={self.max_tokens} where sentences are packed, "
@@ -388,6 +390,11 @@ class Translations:
         longest = int(self._widths.max(initial=0))
         if longest > self.max_tokens:
             raise ValueError(f"max_tokens must hold the longest sentence of {longest} tokens, got {self.max_tokens}")
+        if len(self) == 0:
+            raise ValueError(
+                f"every one of {self.ranks} ranks must have a batch, got {len(self._cuts)} of at most "
+                f"{self.max_tokens} tokens"
+            )
 
     def __len__(self) -> int:
         return len(self._cuts) // self.ranks

@@ -37,13 +37,14 @@ def prepare(source: Path, folder: Path, progress: Progress = no_progress, **opti
     chosen = check_options("imdb", options, OPTIONS)
     if chosen["protocol"] not in PROTOCOLS:
         raise ValueError(f"protocol must be one of {', '.join(PROTOCOLS)}, got {chosen['protocol']!r}")
-    if not isinstance(chosen["seed"], int):
-        raise ValueError(f"seed must be an integer, got {chosen['seed']!r}")
+    seed = chosen["seed"]
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise ValueError(f"seed must be an integer of at least 0, got {seed!r}")
     checksums, splits = read(source)
     if chosen["protocol"] == "published":
         splits["valid"] = splits["test"]
     else:
-        splits["valid"], splits["train"] = _hold_out(splits["train"], chosen["seed"])
+        splits["valid"], splits["train"] = _hold_out(splits["train"], seed)
     with Writer(folder, "imdb", checksums, chosen) as writer:
         for name in progress(("train", "valid", "test"), "bytes"):
             reviews = splits[name]

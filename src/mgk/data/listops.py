@@ -308,7 +308,7 @@ def _check(options: dict[str, int], processes: int | None) -> None:
     given = options if processes is None else {**options, "processes": processes}
     for name, value in given.items():
         least = 0 if name in ("seed", "minimum") else 1
-        if not isinstance(value, int) or value < least:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
     if options["maximum"] < options["minimum"] + 2:
         raise ValueError(f"maximum must be at least minimum + 2 = {options['minimum'] + 2}, got {options['maximum']}")

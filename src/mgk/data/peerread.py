@@ -41,6 +41,8 @@ def prepare(source: Path, folder: Path, progress: Progress = no_progress, **opti
                 if identifier not in documents:
                     raise DataError(f"{where} must name papers of {papers.name}, got {identifier!r}")
             splits[split].append(Pair(parse_label(label, where), first, second))
+        if not splits[split]:
+            raise DataError(f"{archive}, {name} must hold at least one pair, got none")
     write(folder, "peerread", [papers, archive], chosen, documents, splits)
 
 

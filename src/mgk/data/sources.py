@@ -98,9 +98,11 @@ def json_records(path: Path, fields: dict[str, type]) -> Iterator[dict[str, Any]
     content = read_bytes(path)
     for number, raw in enumerate(io.BytesIO(content), start=1):
         where = f"{path}, record {number:,}"
+        text = decode(raw, where)
         try:
-            record = json.loads(decode(raw, where))
-        except json.JSONDecodeError as error:
+            record = json.loads(text)
+        # A number of too many digits is no JSONDecodeError, and too many brackets are no ValueError.
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{where} must be JSON, got {error}") from error
         if not isinstance(record, dict):
             raise DataError(f"{where} must be an object, got {type(record).__name__}")

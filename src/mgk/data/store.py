@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import tempfile
+import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,8 +115,12 @@ class Writer:
             raise DataError(
                 f"{self.folder} must be a prepared {self.manifest['name']} or not there, got something else"
             )
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        self.temporary = Path(tempfile.mkdtemp(prefix=f".{self.folder.name}.", dir=self.folder.parent))
+        parent = self.folder.parent
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            self.temporary = Path(tempfile.mkdtemp(prefix=f".{self.folder.name}.", dir=parent))
+        except OSError as error:
+            raise DataError(f"{parent} must be a folder that can be written to, got {error}") from error
         return self
 
     def __exit__(
@@ -234,27 +239,64 @@ def _is_same(folder: Path, manifest: Mapping[str, Any]) -> bool:
 def load(folder: str | Path) -> Corpus:
     """Map a prepared corpus. Nothing is read until it is used."""
     folder = Path(folder)
+    while True:
+        before = _identity(folder)
+        try:
+            corpus = _load(folder)
+        except DataError:
+            if _identity(folder) == before:
+                raise
+        else:
+            if _identity(folder) == before:
+                return corpus
+        # Another process has put a corpus in its place, and what was read may be of both.
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Changes when another folder is put in its place."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    # The number alone may be given to the next folder. Renaming changes the time.
+    return found.st_ino, found.st_ctime_ns
+
+
+def _load(folder: Path) -> Corpus:
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(f"{folder} must hold a prepared corpus, got no {MANIFEST}: run mgk data prepare") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{folder / MANIFEST} must be JSON, got {error}") from error
+    if not isinstance(manifest, dict):
+        raise DataError(f"{folder / MANIFEST} must be an object, got {type(manifest).__name__}: prepare it again")
     if manifest.get("format") != FORMAT:
         raise DataError(f"{folder} must have format {FORMAT}, got {manifest.get('format')}: prepare it again")
-    splits = {}
-    for split, described in manifest["splits"].items():
-        sequences, numbers = {}, {}
-        for field, counts in described.items():
-            if "tokens" in counts:
-                tokens, offsets = (_map(folder / f"{split}.{field}.{part}.npy") for part in ("tokens", "offsets"))
-                if len(offsets) != counts["count"] + 1 or len(tokens) != counts["tokens"]:
-                    raise DataError(f"{folder} must hold {counts['tokens']:,} tokens of {split}, got {len(tokens):,}")
-                sequences[field] = Sequences(tokens, offsets)
-            else:
-                numbers[field] = _map(folder / f"{split}.{field}.npy")
-        splits[split] = Split(sequences, numbers)
+    missing = {"name", "options", "splits", "arrays", "facts"} - manifest.keys()
+    if missing:
+        raise DataError(f"{folder / MANIFEST} must have {', '.join(sorted(missing))}, got none: prepare it again")
+    try:
+        splits = {split: _map_split(folder, split, described) for split, described in manifest["splits"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{folder / MANIFEST} must describe every split, got damage: prepare it again") from error
     return Corpus(folder, manifest, splits)
+
+
+def _map_split(folder: Path, split: str, described: Mapping[str, Mapping[str, int]]) -> Split:
+    sequences, numbers = {}, {}
+    for field, counts in described.items():
+        if "tokens" in counts:
+            tokens, offsets = (_map(folder / f"{split}.{field}.{part}.npy") for part in ("tokens", "offsets"))
+            if len(offsets) != counts["count"] + 1 or len(tokens) != counts["tokens"]:
+                raise DataError(f"{folder} must hold {counts['tokens']:,} tokens of {split}, got {len(tokens):,}")
+            sequences[field] = Sequences(tokens, offsets)
+        else:
+            path = folder / f"{split}.{field}.npy"
+            numbers[field] = _map(path)
+            if len(numbers[field]) != counts["count"]:
+                raise DataError(f"{path} must hold {counts['count']:,} numbers, got {len(numbers[field]):,}")
+    return Split(sequences, numbers)
 
 
 def verify(corpus: Corpus) -> None:
@@ -276,9 +318,14 @@ def _array_checksum(array: NDArray[Any]) -> str:
 
 def _map(path: Path) -> NDArray[Any]:
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    # The header is Python, and numpy has Python read it.
+    except (OSError, ValueError, EOFError, TypeError, SyntaxError, tokenize.TokenError) as error:
         raise DataError(f"{path} must be a whole array, got {error}") from error
+    # A checksum is one of bytes: in another order, or as times, they would be other numbers.
+    if array.ndim != 1 or array.dtype.kind not in "iu" or not array.dtype.isnative:
+        raise DataError(f"{path} must be a row of integers, got {array.dtype} of shape {list(array.shape)}")
+    return array
 
 
 def _file_checksum(path: Path) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ BATCH = 4096
 """Lines tokenised at once: enough to keep every core busy, few enough that their encodings take little memory."""
 
 _SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
+_LARGEST_VOCABULARY = int(np.iinfo(np.int32).max)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +116,12 @@ def _checked_options(layout: Layout, options: Mapping[str, Any]) -> dict[str, An
     for name, least in (("vocabulary", _SMALLEST_VOCABULARY), ("longest", 1)):
         if not isinstance(chosen[name], int) or isinstance(chosen[name], bool) or chosen[name] < least:
             raise ValueError(f"{name} must be a whole number of at least {least}, got {chosen[name]!r}")
+    if chosen["vocabulary"] > _LARGEST_VOCABULARY:
+        raise ValueError(
+            f"vocabulary must be at most {_LARGEST_VOCABULARY}, the largest token on disk, got {chosen['vocabulary']}"
+        )
     ratio = chosen["clean_ratio"]
-    if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not 1 <= ratio < math.inf:
+    if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not 1 <= ratio <= sys.float_info.max:
         raise ValueError(f"clean_ratio must be a finite number of at least 1, got {ratio!r}")
     # 2 and 2.0 are the same option, and the manifest is compared as text.
     chosen["clean_ratio"] = float(ratio)

@@ -381,21 +381,41 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "")
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader with the scalars of YAML 1.2, because YAML 1.1 reads 1e-4 as text and "on" as true."""
+    """A loader with the scalars of YAML 1.2, because YAML 1.1 reads 1e-4 as text, "on" as true and 010 as 8.
+
+    It has no dates, sets and bytes, which JSON cannot represent.
+    """
+
+    def construct_integer(self, node: yaml.ScalarNode) -> int:
+        text = self.construct_scalar(node).replace("_", "")
+        return int(text, 16 if "x" in text else 10)
 
 
+_TAG = "tag:yaml.org,2002:"
 _Loader.yaml_implicit_resolvers = {
     first: [
-        (tag, pattern) for tag, pattern in found if tag not in ("tag:yaml.org,2002:float", "tag:yaml.org,2002:bool")
+        (tag, pattern)
+        for tag, pattern in found
+        if tag not in (f"{_TAG}float", f"{_TAG}bool", f"{_TAG}int", f"{_TAG}timestamp")
     ]
     for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+_Loader.yaml_constructors = {
+    tag: construct
+    for tag, construct in yaml.SafeLoader.yaml_constructors.items()
+    if tag not in (f"{_TAG}timestamp", f"{_TAG}set", f"{_TAG}binary", f"{_TAG}omap", f"{_TAG}pairs")
+}
+_Loader.add_constructor(f"{_TAG}int", _Loader.construct_integer)
+# Before the numbers with a point, which may have none.
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
+    f"{_TAG}int", re.compile(r"^[-+]?[0-9][0-9_]*$|^[-+]?0x[0-9a-fA-F_]+$"), list("-+0123456789")
+)
+_Loader.add_implicit_resolver(
+    f"{_TAG}float",
     re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.inf$|^\.nan$", re.IGNORECASE),
     list("-+.0123456789"),
 )
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$", re.IGNORECASE), list("tTfF"))
+_Loader.add_implicit_resolver(f"{_TAG}bool", re.compile(r"^(true|false)$", re.IGNORECASE), list("tTfF"))
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -442,7 +462,10 @@ def _convert(kind: Any, value: Any, where: str) -> Any:
             raise TypeError(f"{where} must be a mapping, got {value!r}")
         return dict(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError as error:
+            raise ValueError(f"{where} must be a number that a float can hold, got {value}") from error
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         names = {float: "a number", int: "an integer", str: "text", bool: "true or false"}
         raise TypeError(f"{where} must be {names[kind]}, got {value!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from pathlib import Path
@@ -40,8 +41,10 @@ class RunLock:
                 warnings.warn(
                     f"{self.path} cannot be locked, so nobody watches over two writers: {error}", stacklevel=2
                 )
-        os.ftruncate(self._handle, 0)
-        os.write(self._handle, f"{os.getpid()}\n".encode())
+        # On a full disk the second one is not told who is first, but it is told that there is one.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._handle, 0)
+            os.write(self._handle, f"{os.getpid()}\n".encode())
         return self
 
     def __exit__(

@@ -72,7 +72,7 @@ def read_json(path: Path, what: str) -> Any:
     """Read JSON. ``what`` it should be is named in the error if it is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be {what}, got {error}") from error
 
 

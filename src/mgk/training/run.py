@@ -111,5 +111,8 @@ def finish(trainer: Trainer, command: str | None = None) -> dict[str, Any]:
 def write_config(folder: Path, config: RunConfig) -> None:
     """Write the configuration to ``config.yaml``, for people to read."""
     temporary = folder / f".{CONFIG}"
-    temporary.write_text(yaml.safe_dump(to_mapping(config), sort_keys=False), encoding="utf-8")
-    temporary.replace(folder / CONFIG)
+    try:
+        temporary.write_text(yaml.safe_dump(to_mapping(config), sort_keys=False), encoding="utf-8")
+        temporary.replace(folder / CONFIG)
+    except OSError as error:
+        raise ValueError(f"the run folder {folder} must have room for {CONFIG}, got {error}") from error

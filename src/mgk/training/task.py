@@ -205,6 +205,10 @@ class Classification(CommonTask):
     def __init__(self, config: RunConfig, corpus: Corpus) -> None:
         self.config, self.corpus = config, corpus
         self.widths_vary = config.data.pad_to is None
+        # Otherwise the first validation, or the test, would end the run.
+        for split in ("valid", "test"):
+            if split in corpus.splits and len(corpus.splits[split].numbers["labels"]) == 0:
+                raise ValueError(f"the corpus {corpus.name} must hold samples of every split, got none of {split}")
 
     def build_model(self) -> PreTrainedModel:
         kind = MGKForSequencePairClassification if self._has_pairs else MGKForSequenceClassification
