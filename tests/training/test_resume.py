@@ -329,6 +329,16 @@ def test_the_best_model_is_kept_over_a_restart(corpus, tmp_path):
     assert second.load_best().step == when
 
 
+def test_without_the_best_model_it_is_said_what_can_be_done(corpus, tmp_path):
+    config = make_config(training={"steps": 8, "checkpoint_every": 2}, validation={"every": 4})
+    trainer = make_trainer(config, tmp_path, corpus)
+    take_steps(trainer, 8)
+    file = checkpoint.place(trainer.checkpoints.folder, "best", trainer.state.best_step) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"must have .* bytes .*before step \d+ with --resume STEP, or remove "):
+        trainer.load_best()
+
+
 def test_a_best_model_that_could_not_be_written_is_not_the_best(corpus, tmp_path, monkeypatch):
     """A disk that is full for a moment costs that model, not the run."""
     config = make_config(training={"steps": 12}, validation={"every": 4})

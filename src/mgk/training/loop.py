@@ -192,7 +192,14 @@ class Trainer:
         """Load the weights of the best validation into the model."""
         if self.state.best is None:
             raise CheckpointError(f"{self.folder} must have validated at least once with a finite metric, got none")
-        found = self.checkpoints.read(BEST, self.state.best_step)
+        try:
+            found = self.checkpoints.read(BEST, self.state.best_step)
+        except CheckpointError as error:
+            # There is no other copy of these weights.
+            raise CheckpointError(
+                f"{error}. Without its best model this run has no result: go on from a checkpoint before step "
+                f"{self.state.best_step} with --resume STEP, or remove {self.folder} and train again"
+            ) from error
         snapshot.restore_weights(found, self.model)
         return found
 
