@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import mgk
+from mgk.benchmark.page import write_between
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results" / "accuracy"
@@ -107,8 +108,7 @@ def table() -> str:
 
 
 def write_docs() -> None:
-    before, rest = PAGE.read_text().split(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.split(END)[1]}")
+    write_between(PAGE, BEGIN, END, f"\n{table()}\n")
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import mgk
+from mgk.benchmark.page import write_between
 from mgk.conversion import advance_start
 
 ROOT = Path(__file__).parent.parent
@@ -141,8 +142,7 @@ def main() -> None:
     written.write_text(json.dumps(result, indent=1) + "\n")
     draw(result, figure)
     if arguments.output is None:
-        before, rest = PAGE.read_text().split(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{table(result)}\n\n{END}{rest.split(END)[1]}")
+        write_between(PAGE, BEGIN, END, f"\n{table(result)}\n")
     print(f"wrote {written.name} and {figure.name}")
 
 

@@ -26,6 +26,7 @@ import torch
 
 import mgk
 from mgk.benchmark.inputs import Inputs, draw
+from mgk.benchmark.page import write_between
 from mgk.benchmark.result import versions
 from mgk.benchmark.timing import Candidate, Clock, Effort, StreamClock, take_turns
 from mgk.ops.triton import launch, replay
@@ -237,10 +238,7 @@ def span(texts: Sequence[str]) -> str:
 
 
 def write_page(result: dict[str, Any], page: Path = PAGE) -> None:
-    before, _, rest = page.read_text(encoding="utf-8").partition(MARKERS[0])
-    _, _, after = rest.partition(MARKERS[1])
-    text = f"{before}{MARKERS[0]}\n{page_table(result)}\n{MARKERS[1]}{after}"
-    page.write_text(text, encoding="utf-8")
+    write_between(page, *MARKERS, page_table(result))
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mgk
+from mgk.benchmark.page import write_between
 from mgk.benchmark.timing import Candidate, Effort, take_turns, usual_clock
 from mgk.training.result import device_name, versions
 
@@ -129,10 +130,9 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def write_table(page: Path = PAGE, result: Path = RESULT) -> None:
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
+    """Write the table of a result into the docs."""
     written = table(json.loads(result.read_text(encoding="utf-8")))
-    page.write_text(f"{before}{BEGIN}\n\n{written}\n\n{END}{after}", encoding="utf-8")
+    write_between(page, BEGIN, END, f"\n{written}\n")
 
 
 def main() -> None:

@@ -118,6 +118,19 @@ def test_the_docs_have_the_table_of_padded_batches(monkeypatch):
     assert table in padded_softmax.PAGE.read_text(), "run python benchmarks/padded_softmax.py --write"
 
 
+def test_the_table_of_padded_batches_is_written(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import padded_softmax
+
+    page, text = tmp_path / "page.md", padded_softmax.PAGE.read_text()
+    page.write_text(text.replace("| 128, 8, 1,024, 32 | forward |", "| old |"))
+    padded_softmax.write_table(page)
+    assert page.read_text() == text
+    page.write_text("no comments")
+    with pytest.raises(ValueError, match=r"page\.md must have a part from <!-- written by benchmarks/padded_softmax"):
+        padded_softmax.write_table(page)
+
+
 @pytest.mark.parametrize("way", ["mask", "columns"])
 def test_padded_candidates_are_right(way, monkeypatch):
     """And a wrong one would be found."""

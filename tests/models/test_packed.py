@@ -63,15 +63,21 @@ def test_a_language_model_takes_packed_sequences(kind, attention):
     assert model(**packed, use_cache=True).past_key_values is None
 
 
-@every_attention
-def test_a_translator_takes_packed_sentences(attention):
-    """P14: encoder, decoder and the attention between them; loss and every gradient."""
+def make_translations():
+    """Padded sources, padded targets, and both packed."""
     padded = make_inputs("translation", padding_side="right")
     target = torch.tensor([[5, 6, 7, 8], [9, 10, -100, -100], [11, 12, 13, -100]], device=DEVICE)
     kept = target != -100
     bounds = torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0)).to(torch.int32)
     source = {name: padded[name] for name in ("input_ids", "attention_mask")}
-    packed = {**pack(source), "labels": target[kept][None], "decoder_cu_seq_lens_q": bounds}
+    return source, target, {**pack(source), "labels": target[kept][None], "decoder_cu_seq_lens_q": bounds}
+
+
+@every_attention
+def test_a_translator_takes_packed_sentences(attention):
+    """P14: encoder, decoder and the attention between them; loss and every gradient."""
+    source, target, packed = make_translations()
+    kept = target != -100
     results = []
     for inputs in ({**source, "labels": target}, packed):
         model = make_model("translation", attention).train()
@@ -86,12 +92,8 @@ def test_a_translator_takes_packed_sentences(attention):
 @pytest.mark.parametrize("attention", ["mgk-em", "smgk-em"])
 def test_priors_of_a_translator_count_no_padded_target(attention):
     """With a mask of the target its padding is no query, neither of the decoder nor of the encoder's keys."""
-    padded = make_inputs("translation", padding_side="right")
-    target = torch.tensor([[5, 6, 7, 8], [9, 10, -100, -100], [11, 12, 13, -100]], device=DEVICE)
+    source, target, packed = make_translations()
     kept = target != -100
-    bounds = torch.nn.functional.pad(kept.sum(1).cumsum(0), (1, 0)).to(torch.int32)
-    source = {name: padded[name] for name in ("input_ids", "attention_mask")}
-    packed = {**pack(source), "labels": target[kept][None], "decoder_cu_seq_lens_q": bounds}
     counted = []
     for inputs in ({**source, "labels": target, "decoder_attention_mask": kept.long()}, packed):
         model = make_model("translation", attention).train()

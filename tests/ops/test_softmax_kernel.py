@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mgk.benchmark.softmax_choice import LEAST_GAIN
-from mgk.ops import dispatch, softmax_kernel
+from mgk.ops import dispatch, reference, sdpa, softmax_kernel
 from mgk.ops.dispatch import choose_backend
 from mgk.ops.problem import Mixture, Visibility
 from mgk.ops.softmax_kernel import Faster
@@ -161,3 +161,25 @@ def test_the_table_is_read_from_its_file(tmp_path):
     file = tmp_path / "table.json"
     file.write_text(json.dumps({"faster": [entry, {**entry, "direction": "training", "causal": True}]}))
     assert softmax_kernel.read(file) == (TABLE[0], TABLE[0]._replace(is_causal=True, needs_gradient=True))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_stock_kernels_get_a_mask_and_no_more_columns(kv_heads, monkeypatch):
+    """A row of keys that are all masked must not be NaN there; it is zeroed afterwards."""
+    query, key, value = (torch.randn(3, heads, 16, 32) for heads in (4, kv_heads, kv_heads))
+    valid = torch.arange(16) < torch.tensor([[16], [5], [0]])
+    stock, seen = torch.nn.functional.scaled_dot_product_attention, []
+
+    def watched(*tensors, attn_mask=None, **options):
+        seen.append((*(each.shape[-1] for each in tensors), attn_mask))
+        return stock(*tensors, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    problem = make_problem(query, key, value, Mixture(similarity="dot"), Visibility(key_mask=valid))
+    out = sdpa.attention(problem)
+    ((*widths, mask),) = seen
+    assert widths == [32, 32, 32]
+    assert mask.shape == (3, 1, 1, 16)
+    assert mask[:, 0, 0].sum(-1).tolist() == [16, 5, 16]
+    torch.testing.assert_close(out, reference.attention(problem))
+    assert out[2].eq(0).all()

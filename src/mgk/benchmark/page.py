@@ -5,7 +5,8 @@ Such a part is between two comments, the first of which names its file::
     <!-- results/bench/attention-h200.json, written by mgk bench table -->
     <!-- end -->
 
-A part that begins with ``<!-- headline of results/...`` holds only the ratios.
+A part that begins with ``<!-- headline of results/...`` holds only the ratios. Parts that ``benchmarks/`` writes have
+comments of their own (:func:`write_between`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,15 @@ def rewrite(page: Path, file: Path, text: str, headline: str | None = None) -> N
         return f"{match['begin']}\n{filling}\n\n{match['end']}" if is_meant else match[0]
 
     page.write_text(PART.sub(replaced, page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def write_between(page: Path, begin: str, end: str, text: str) -> None:
+    """Replace what stands on a page between two comments, each of which must be there."""
+    before, first, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, second, after = rest.partition(end)
+    if not (first and second):
+        raise ValueError(f"{page} must have a part from {begin} to {end}, got none")
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 def _matches(page: Path) -> list[re.Match[str]]:

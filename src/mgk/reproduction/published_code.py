@@ -112,7 +112,7 @@ def compare_escapes(group: Sequence[Setting], controls: Sequence[Control], resul
     own_runs: defaultdict[int, dict[Setting, Run]] = defaultdict(dict)
     for setting in group:
         published = _of(setting, controls)
-        own = ours(results, setting.recipe, setting.row)
+        own = curves_of_ours(results, setting.recipe, setting.row)
         if published and own:
             for found, by_seed in ((theirs, {each.seed: each.curve for each in published}), (own_runs, own)):
                 for seed, lines in by_seed.items():
@@ -170,11 +170,11 @@ def fingerprints(results: Results) -> set[str]:
 
 def escapes(results: Results, recipe: str, row: str, threshold: float) -> tuple[str, str]:
     """Describe how many of our runs left the plateau, and at which steps."""
-    curves = ours(results, recipe, row)
+    curves = curves_of_ours(results, recipe, row)
     return show_escapes(list(curves.values()), threshold) if curves else ("no curves", "")
 
 
-def ours(results: Results, recipe: str, row: str) -> dict[int, list[dict[str, Any]]]:
+def curves_of_ours(results: Results, recipe: str, row: str) -> dict[int, list[dict[str, Any]]]:
     """Return the curves of our runs that have ended, by seed."""
     ended = results.values(recipe, row, ACCURACY)
     return {seed: lines for seed, lines in results.curves(recipe, row).items() if seed in ended}

@@ -14,7 +14,7 @@ from mgk.reproduction.claims import LEVEL, show_p
 from mgk.reproduction.controls import read_controls
 from mgk.reproduction.escape import run_of
 from mgk.reproduction.page import Grid
-from mgk.reproduction.published_code import fidelity, groups, ours, show_escapes
+from mgk.reproduction.published_code import curves_of_ours, fidelity, groups, show_escapes
 from mgk.reproduction.results import Results
 from mgk.reproduction.survival import LogRank, Run, log_rank_of_units
 
@@ -45,7 +45,7 @@ def starts(results: Results) -> Starts:
     if all(len(start.takes) == 2 for start in found):
         return {}
     for setting in groups()[control["same_start"]["recipes"]]:
-        curves = ours(results, setting.recipe, setting.row)
+        curves = curves_of_ours(results, setting.recipe, setting.row)
         if curves and any(start[:2] == setting[:2] for start in found):
             found[Start(setting.heads, setting.dropout, frozenset())].update(curves)
     return dict(found)
@@ -71,8 +71,8 @@ def grid(found: Starts) -> Grid:
 def compare_weights(found: Starts) -> LogRank | None:
     """Test whether runs leave earlier with the published weights than with our own, in the same kind of batches.
 
-    Heads, dropout and the origin of the batches make the strata. Runs that share a seed share what is drawn from it,
-    so the test shares out seeds.
+    Each number of heads, dropout and origin of the batches is a stratum. Runs that share a seed share what is drawn
+    from it, so the test shares out seeds and not runs.
 
     Returns:
         The test; ``None`` if no stratum has both.
@@ -105,7 +105,7 @@ def sentences(found: Starts) -> tuple[str, ...]:
         who = "those of the published code" if test.excess > 0 else "our own"
         said = f"**Our training leaves the plateau earlier with initial weights like {who}**"
     return (
-        f"The weights of both are drawn from the same distributions, by other generators. {said} "
-        f"(log-rank test of our training with the weights of the published code and with ours, with a stratum for each "
-        f"number of heads, dropout and kind of batches; it shares out seeds; {p}).",
+        f"Our initial weights and those of the published code are drawn from the same distributions. {said} "
+        f"(log-rank test between runs of our training with the one and with the other, with a stratum for each number "
+        f"of heads, dropout and origin of the batches; it shares out whole seeds; {p}).",
     )
