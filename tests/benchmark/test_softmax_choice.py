@@ -108,6 +108,9 @@ def test_padded_batches_are_measured_by_themselves():
     ]
     with pytest.raises(ValueError, match="padded batches must be measured on NVIDIA H200, too, got another"):
         choose(measured((1, 1024, 20.0, 30.0)), "a.json", {**padded, "device": "another"})
+    for other in ({}, {**padded, "rows": [size]}):
+        with pytest.raises(ValueError, match=r"must be that of benchmarks/padded_softmax\.py, got another"):
+            choose(measured((1, 1024, 20.0, 30.0)), "a.json", other)
 
 
 def test_the_docs_have_the_table_of_padded_batches(monkeypatch):

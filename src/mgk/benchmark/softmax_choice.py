@@ -25,6 +25,8 @@ def choose(result: Mapping[str, Any], source: str, padded: Mapping[str, Any] | N
     """
     if result["benchmark"] != "attention":
         raise ValueError(f"the JSON must be that of mgk bench attention, got mgk bench {result['benchmark']}")
+    if padded is not None and not all("ms" in row and "host_ms" in row for row in padded.get("rows", [{}])):
+        raise ValueError("the JSON of padded batches must be that of benchmarks/padded_softmax.py, got another")
     if padded is not None and padded["device"] != result["device"]:
         raise ValueError(f"padded batches must be measured on {result['device']}, too, got {padded['device']}")
     kinds: dict[tuple[object, ...], list[Record]] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -74,11 +73,10 @@ def write_choice(
     from mgk.benchmark import result
     from mgk.benchmark.softmax_choice import choose
     from mgk.ops import softmax_kernel
-    from mgk.training.result import write
+    from mgk.training.result import read_object, write
 
     path = softmax_kernel.PATH if to is None else to
-    masked = None if padded is None else json.loads(padded.read_text(encoding="utf-8"))
-    found = choose(result.read(file), file.name, masked)
+    found = choose(result.read(file), file.name, None if padded is None else read_object(padded))
     write(path, found)
     if not found["faster"]:
         typer.echo("nothing to choose: plain softmax keeps the stock kernels everywhere")
